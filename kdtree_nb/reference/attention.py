@@ -1,0 +1,92 @@
+"""Multi-head latent attention in its absorbed form (arXiv 2405.04434, section 2.1), over a cache and a draft tree.
+
+One latent row a token serves all heads: ``[latent after norm (kv_lora) | rotated key (rope)]``. The queries
+were multiplied by the key half of ``kv_b_proj`` beforehand, the output still has to go through its value half.
+"""
+
+from functools import lru_cache
+
+import numpy as np
+
+from kdtree_nb.reference.tree import ancestors
+
+SPLIT = 64
+"""Positions in a split. Splits lie on absolute positions, so a row's sums never depend on how it was decoded."""
+
+
+def tree_attention(
+    queries: np.ndarray,
+    cache: np.ndarray,
+    prefix_len: int,
+    parents: np.ndarray,
+    kv_lora_rank: int,
+    scale: float,
+) -> np.ndarray:
+    """Attention of a draft tree's nodes to the prefix, to their ancestors and to themselves.
+
+    A prompt is a tree too (a chain), and so is plain decoding (one node). A row's keys are taken in the
+    order of their positions and summed split by split; so its result has the same bits alone, in a
+    prompt, in a chain or in a tree.
+
+    Parameters
+    ----------
+    queries : float [N, heads, kv_lora + rope]
+        Absorbed queries.
+    cache : float [capacity, kv_lora + rope]
+        Committed tokens in rows 0 … prefix_len − 1, node i of the tree in row prefix_len + i.
+    parents : int [N]
+        −1 for the root at index 0 and for padding after the tree, whose rows come back as zeros.
+    scale : float
+        Multiplies every score.
+
+    Returns
+    -------
+    float [N, heads, kv_lora]
+    """
+    nodes = 1 + np.count_nonzero(parents[1:] >= 0)
+    output = np.zeros((*queries.shape[:2], kv_lora_rank), queries.dtype)
+    queries = queries[:nodes, None]  # [nodes, splits, heads, kv_lora + rope]
+
+    prefix = cache[: prefix_len // SPLIT * SPLIT].reshape(1, -1, SPLIT, cache.shape[1])
+    tail, visible = _tail(cache, prefix_len, parents[:nodes])
+    splits = prefix.shape[1]
+    scores = np.concatenate([queries @ prefix.swapaxes(2, 3), queries @ tail.swapaxes(2, 3)], axis=1)
+    scores *= scores.dtype.type(scale)  # [nodes, splits, heads, SPLIT]
+    scores[:, splits:] = np.where(visible[:, :, None], scores[:, splits:], -np.inf)
+
+    weights = np.exp(scores - scores.max(axis=(1, 3), keepdims=True))
+    values = np.concatenate(
+        [weights[:, :splits] @ prefix[..., :kv_lora_rank], weights[:, splits:] @ tail[..., :kv_lora_rank]],
+        axis=1,
+    )
+    output[:nodes] = _sum_splits(values) / _sum_splits(weights.sum(axis=3))[:, :, None]
+    return output
+
+
+def _tail(cache: np.ndarray, prefix_len: int, parents: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Each node's keys from the last full split of the prefix on, in the order of their positions.
+
+    Returns keys [nodes, splits, SPLIT, kv_lora + rope], zeros where there is none, and visible [nodes, splits, SPLIT].
+    """
+    slots = _tail_slots(prefix_len, parents.astype(np.int32).tobytes())
+    visible = slots >= 0
+    return np.where(visible[..., None], cache[slots], 0), visible
+
+
+@lru_cache(maxsize=2)  # every layer asks for the same tree
+def _tail_slots(prefix_len: int, parents: bytes) -> np.ndarray:
+    """Cache rows of :func:`_tail`'s keys, −1 where there is none."""
+    paths = ancestors(np.frombuffer(parents, np.int32))
+    committed = np.arange(prefix_len // SPLIT * SPLIT, prefix_len)
+    committed = np.broadcast_to(committed, (len(paths), len(committed)))
+    slots = np.concatenate([committed, np.where(paths >= 0, prefix_len + paths, -1)], axis=1)
+    slots = np.pad(slots, ((0, 0), (0, -slots.shape[1] % SPLIT)), constant_values=-1)
+    return slots.reshape(len(paths), -1, SPLIT)
+
+
+def _sum_splits(parts: np.ndarray) -> np.ndarray:
+    """Add parts [nodes, splits, ...] from first to last; a split that is all masked adds zeros and changes nothing."""
+    total = np.zeros_like(parts[:, 0])
+    for split in range(parts.shape[1]):
+        total += parts[:, split]
+    return total
