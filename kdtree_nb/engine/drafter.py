@@ -1,0 +1,97 @@
+"""Drafters: anything that proposes, for each of the next positions, its most probable tokens."""
+
+from typing import Protocol
+
+import numpy as np
+
+Proposal = tuple[np.ndarray, np.ndarray]
+"""``log_probs`` float32 [L, K], at most 0 and descending, and their ``token_ids`` int32 [L, K]."""
+
+
+class Drafter(Protocol):
+    """Proposes marginals for the tokens that may follow."""
+
+    def propose(self, tokens: np.ndarray) -> Proposal:
+        """Marginals for the next L positions after the committed ``tokens`` int32 [n], n ≥ 1, prompt included."""
+        ...
+
+
+class PromptLookup:
+    """Drafts what followed the last token before, wherever it occurred in this text.
+
+    Each earlier occurrence votes for its own continuation, with a weight that doubles with every further
+    token of context that agrees, up to ``longest_match``. A constant in the denominator
+    stands for all that was never seen, so few votes give little confidence.
+
+    Parameters
+    ----------
+    length : int
+        Positions drafted, L.
+    width : int
+        Candidates at each, K.
+    """
+
+    def __init__(self, length: int = 7, width: int = 8, longest_match: int = 12) -> None:
+        if min(length, width, longest_match) < 1:
+            raise ValueError(
+                f"PromptLookup: length={length}, width={width}, longest_match={longest_match}, expected 1 or more each"
+            )
+        self.length, self.width, self.longest_match = length, width, longest_match
+
+    def propose(self, tokens: np.ndarray) -> Proposal:
+        log_probs = np.full((self.length, self.width), -np.inf, np.float32)
+        token_ids = np.zeros((self.length, self.width), np.int32)
+        ends = np.flatnonzero(tokens[:-1] == tokens[-1])
+        agreeing = np.ones(len(ends))
+        still = np.ones(len(ends), bool)
+        for back in range(1, self.longest_match):
+            still &= (ends >= back) & (tokens[ends - back] == tokens[-1 - back] if back < len(tokens) else False)
+            agreeing += still
+        votes = 2.0**agreeing
+        for depth in range(1, self.length + 1):
+            known = ends + depth < len(tokens)
+            seen, which = np.unique(tokens[ends[known] + depth], return_inverse=True)
+            if not len(seen):
+                break
+            counts = np.bincount(which, votes[known])
+            best = np.argsort(-counts, kind="stable")[: self.width]
+            log_probs[depth - 1, : len(best)] = np.log(counts[best] / (counts.sum() + 4))
+            token_ids[depth - 1, : len(best)] = seen[best]
+        return log_probs, token_ids
+
+
+class Oracle:
+    """For tests: knows the answer, and is wrong on purpose.
+
+    The right token of each position is at rank 0 with probability ``hit_rate``, else at a random lower rank
+    or, one time in ``width``, missing. What it does at a position depends on the seed and the position alone.
+
+    Parameters
+    ----------
+    answer : int [n]
+        The whole text, prompt included.
+    vocab_size : int
+    """
+
+    def __init__(
+        self, answer: np.ndarray, vocab_size: int, length: int = 7, width: int = 4, hit_rate: float = 0.8, seed: int = 0
+    ) -> None:
+        if not 1 <= width < vocab_size:
+            raise ValueError(f"Oracle: width={width}, expected 1 or more and below vocab_size={vocab_size}")
+        self.answer = np.asarray(answer, np.int32)
+        self.vocab_size, self.length, self.width = vocab_size, length, width
+        self.hit_rate, self.seed = hit_rate, seed
+
+    def propose(self, tokens: np.ndarray) -> Proposal:
+        token_ids = np.empty((self.length, self.width), np.int32)
+        for depth in range(self.length):
+            position = len(tokens) + depth
+            random = np.random.default_rng((self.seed, position))
+            right = int(self.answer[position]) if position < len(self.answer) else 0
+            wrong = (right + 1 + random.choice(self.vocab_size - 1, self.width, replace=False)) % self.vocab_size
+            rank = 0 if random.random() < self.hit_rate else int(random.integers(1, self.width + 1))
+            token_ids[depth] = wrong
+            if rank < self.width:
+                token_ids[depth, rank] = right
+        spread = np.log(np.array([self.hit_rate or 0.5, *[0.2 / self.width] * (self.width - 1)], np.float32))
+        return np.sort(np.broadcast_to(np.minimum(spread, 0), token_ids.shape), axis=1)[:, ::-1], token_ids

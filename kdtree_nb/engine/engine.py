@@ -1,0 +1,150 @@
+"""The front door: load a bundle, generate."""
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from kdtree_nb.bundle import Bundle
+from kdtree_nb.engine.decode import DECODERS, Generation, decode
+from kdtree_nb.engine.drafter import Drafter, PromptLookup
+from kdtree_nb.engine.model import Model
+from kdtree_nb.engine.weights import Weights
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
+DEVICES = ("auto", "cpu")
+MAX_NODE_BUDGET = 1024
+
+
+class Engine:
+    """A loaded bundle. Use :meth:`load`."""
+
+    def __init__(self, bundle: Bundle, capacity: int) -> None:
+        self.bundle = bundle
+        self.config = bundle.config
+        self.capacity = capacity
+        self.model = Model(bundle.config, Weights(bundle))
+        self._tokenizer: Tokenizer | None = None
+
+    @classmethod
+    def load(cls, path: str | Path, device: str = "auto", capacity: int | None = None) -> "Engine":
+        """Open a KDTR bundle.
+
+        Parameters
+        ----------
+        path : path
+            A ``.kdtr`` file, an index of shards, or a folder that holds one of them.
+        device : {"auto", "cpu"}
+        capacity : int, optional
+            Longest sequence, prompt included; the model's ``max_position_embeddings`` by default.
+
+        Raises
+        ------
+        BundleError
+            If the bundle is malformed.
+        """
+        if device not in DEVICES:
+            raise ValueError(f"Engine.load: device={device!r}, expected one of {', '.join(DEVICES)}")
+        bundle = Bundle.open(path)
+        longest = bundle.config.max_position_embeddings
+        capacity = longest if capacity is None else capacity
+        if not 2 <= capacity <= longest:
+            raise ValueError(f"Engine.load: capacity={capacity}, expected 2 to max_position_embeddings={longest}")
+        return cls(bundle, capacity)
+
+    @property
+    def tokenizer(self) -> "Tokenizer | None":
+        """The tokenizer beside the bundle, if it names one."""
+        if self._tokenizer is None and self.bundle.tokenizer is not None:
+            from tokenizers import Tokenizer
+
+            path = self.bundle.path.parent / self.bundle.tokenizer
+            if not path.is_file():
+                raise FileNotFoundError(f"{self.bundle.path} names the tokenizer {path.name}, which is not beside it")
+            self._tokenizer = Tokenizer.from_file(str(path))
+        return self._tokenizer
+
+    def generate(
+        self,
+        prompt: str | Sequence[int] | np.ndarray,
+        decoder: str = "ddtree",
+        node_budget: int = 16,
+        max_new_tokens: int = 64,
+        temperature: float = 0.0,
+        seed: int = 0,
+        drafter: Drafter | None = None,
+        on_token: Callable[[int], None] | None = None,
+        keep_logits: bool = False,
+    ) -> Generation:
+        """Extend a prompt.
+
+        Parameters
+        ----------
+        prompt : str or token ids
+            At least one token, and at most ``capacity − 1``.
+        decoder : {"ar", "chain", "ddtree"}
+            Plain decoding, a drafted chain, or a draft tree. All give the same tokens.
+        node_budget : int
+            Drafted nodes a round, B; the root is not counted, so a pass has up to B + 1 rows.
+        temperature : float
+            0 takes the most probable token, lowest id first; above it, samples from softmax(logits / temperature).
+        seed : int
+            Of the samples: the same seed gives the same text, whatever the decoder and its budget.
+        drafter : Drafter, optional
+            Prompt look-up by default.
+        on_token : callable, optional
+            Called with each token as its round commits it.
+        keep_logits : bool
+            Return the logits that chose each token.
+
+        Raises
+        ------
+        ValueError
+            For a bad argument, named with its value.
+        """
+        token_ids = self._token_ids(prompt)
+        _require(decoder in DECODERS, f"decoder={decoder!r}", f"one of {', '.join(DECODERS)}")
+        _require(0 <= node_budget <= MAX_NODE_BUDGET, f"node_budget={node_budget}", f"0 to {MAX_NODE_BUDGET}")
+        _require(max_new_tokens >= 1, f"max_new_tokens={max_new_tokens}", "1 or more")
+        _require(0 <= temperature < np.inf, f"temperature={temperature}", "0 or a finite number above it")
+        _require(0 <= seed < 2**64, f"seed={seed}", "0 to 2^64 - 1")
+        generation = decode(
+            self.model,
+            token_ids,
+            self.capacity,
+            decoder,
+            drafter or PromptLookup(),
+            node_budget,
+            max_new_tokens,
+            temperature,
+            seed,
+            on_token,
+            keep_logits,
+        )
+        if self.tokenizer is not None:
+            generation.text = self.tokenizer.decode(generation.tokens)
+        return generation
+
+    def _token_ids(self, prompt: str | Sequence[int] | np.ndarray) -> np.ndarray:
+        if isinstance(prompt, str):
+            if self.tokenizer is None:
+                raise ValueError(f"{self.bundle.path} names no tokenizer: give the prompt as token ids")
+            prompt = self.tokenizer.encode(prompt).ids
+        token_ids = np.asarray(prompt)
+        _require(token_ids.ndim == 1 and len(token_ids) > 0, f"prompt of shape {list(token_ids.shape)}", "1 token or more")
+        _require(np.issubdtype(token_ids.dtype, np.integer), f"prompt of dtype {token_ids.dtype}", "whole numbers")
+        _require(
+            0 <= token_ids.min() and token_ids.max() < self.config.vocab_size,
+            f"prompt with token ids {token_ids.min()}..{token_ids.max()}",
+            f"0 to {self.config.vocab_size - 1}",
+        )
+        _require(len(token_ids) < self.capacity, f"prompt of {len(token_ids)} tokens", f"fewer than {self.capacity}")
+        return token_ids.astype(np.int32)
+
+
+def _require(holds: bool, what: str, expected: str) -> None:
+    if not holds:
+        raise ValueError(f"generate: {what}, expected {expected}")
