@@ -1,0 +1,6 @@
+"""``python -m kdtree_nb``."""
+
+from kdtree_nb.cli import main
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,204 @@
+"""The command line: ``python -m kdtree_nb COMMAND``."""
+
+import json
+import sys
+import time
+from pathlib import Path
+from typing import Annotated, NoReturn
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from kdtree_nb.golden import folder
+
+app = typer.Typer(
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    help="INT4 W4A16 inference with draft-tree speculative decoding for DeepSeek-V3 / Kimi K2 style models.",
+)
+out, err = Console(highlight=False), Console(stderr=True, highlight=False)
+
+BundlePath = Annotated[Path, typer.Argument(help="A .kdtr file, a .kdtr.index.json, or the folder of one.")]
+Device = Annotated[str, typer.Option(help="auto or cpu.")]
+
+
+@app.command()
+def demo(
+    figure: Annotated[Path, typer.Option(help="Where the figure goes.")] = Path("demo.png"), device: Device = "auto"
+) -> None:
+    """Verify the golden files, generate with every decoder, compare them, and draw one figure."""
+    from kdtree_nb.demo import compare, draw, trained_bundle
+    from kdtree_nb.engine import Engine
+
+    started, golden = time.perf_counter(), folder()
+    passed = _verify(golden, device)
+    engine = Engine.load(trained_bundle(golden), device)
+    table = Table("domain", "decoder", "target forwards", "τ", "tokens/s", "same tokens")
+    comparisons = []
+    for comparison in compare(engine, golden):
+        comparisons.append(comparison)
+        out.rule(f"{comparison.domain}", align="left", style="dim")
+        text = comparison.runs["ar"].text or ""
+        out.print(f"[dim]{escape(comparison.prompt)}[/dim]{escape(text)}")
+        for decoder, run in comparison.runs.items():
+            table.add_row(
+                comparison.domain if decoder == "ar" else "",
+                decoder,
+                str(run.target_forwards),
+                f"{run.acceptance_length:.2f}",
+                f"{run.tokens_per_second:.0f}",
+                "yes" if comparison.agree else "[red]NO[/red]",
+                end_section=decoder == "ddtree",
+            )
+    out.print(table)
+    draw(engine, golden, comparisons, figure)
+    agree = all(comparison.agree for comparison in comparisons)
+    out.print(f"{'PASS' if agree else 'FAIL'}  decoders      ar, chain and ddtree agree token for token")
+    out.print(f"figure: {figure.resolve()}   {time.perf_counter() - started:.0f} s", soft_wrap=True)
+    if not (passed and agree):
+        raise typer.Exit(1)
+
+
+@app.command()
+def verify(
+    golden: Annotated[Path | None, typer.Option(help="Folder of golden files; the repository's by default.")] = None,
+    device: Device = "auto",
+) -> None:
+    """Check every golden bundle: checksums, then each decoder against the specification's tokens and logits."""
+    if not _verify(golden or folder(), device):
+        raise typer.Exit(1)
+
+
+@app.command()
+def generate(
+    prompt: Annotated[str | None, typer.Option(help="The prompt; without one, standard input is read.")] = None,
+    prompt_file: Annotated[Path | None, typer.Option(help="A file with the prompt.", exists=True)] = None,
+    bundle: Annotated[Path | None, typer.Option(help="A bundle; the repository's trained model by default.")] = None,
+    decoder: Annotated[str, typer.Option(help="ar, chain or ddtree; the text is the same.")] = "ddtree",
+    node_budget: Annotated[int, typer.Option(help="Drafted nodes a round, the root not counted.")] = 16,
+    max_new_tokens: Annotated[int, typer.Option(help="Where to stop, if the text does not end before.")] = 64,
+    temperature: Annotated[float, typer.Option(help="0: the most probable token; above: samples.")] = 0.0,
+    seed: Annotated[int, typer.Option(help="Of the samples.")] = 0,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of the text.")] = False,
+    device: Device = "auto",
+) -> None:
+    """Continue a prompt. The text goes to standard output as it comes, the statistics to standard error."""
+    from tokenizers.decoders import DecodeStream
+
+    from kdtree_nb.demo import trained_bundle
+    from kdtree_nb.engine import Engine
+
+    text = _prompt(prompt, prompt_file)
+    engine = Engine.load(bundle or trained_bundle(folder()), device)
+    stream = DecodeStream(skip_special_tokens=True)
+
+    def show(token: int) -> None:
+        if engine.tokenizer is not None and not as_json:
+            sys.stdout.write(stream.step(engine.tokenizer, token) or "")
+            sys.stdout.flush()
+
+    run = engine.generate(text, decoder, node_budget, max_new_tokens, temperature, seed, on_token=show)
+    if as_json:
+        statistics = {
+            "prompt": text,
+            "text": run.text,
+            "tokens": run.tokens,
+            "finish_reason": run.finish_reason,
+            "decoder": decoder,
+            "node_budget": node_budget,
+            "temperature": temperature,
+            "seed": seed,
+            "target_forwards": run.target_forwards,
+            "acceptance_length": run.acceptance_length,
+            "accepted": [r.accepted for r in run.rounds],
+            "drafted": [r.drafted for r in run.rounds],
+            "prefill_seconds": run.prefill_seconds,
+            "decode_seconds": run.decode_seconds,
+            "tokens_per_second": run.tokens_per_second,
+        }
+        print(json.dumps(statistics, ensure_ascii=False))
+        return
+    print(flush=True)
+    err.print(
+        f"{len(run.tokens)} tokens ({run.finish_reason}), {run.target_forwards} target forwards, "
+        f"τ={run.acceptance_length:.2f}, {run.tokens_per_second:.1f} tokens/s, "
+        f"prompt {run.prefill_seconds * 1e3:.0f} ms",
+        style="dim",
+    )
+
+
+@app.command()
+def inspect(
+    bundle: BundlePath,
+    verify: Annotated[bool, typer.Option("--verify", help="Read every tensor and check its sum.")] = False,
+    every: Annotated[bool, typer.Option("--all", help="A row for each weight, experts too.")] = False,
+) -> None:
+    """Show what a bundle holds."""
+    from kdtree_nb.bundle import Bundle
+
+    opened = Bundle.open(bundle)
+    table = Table("name", "kind", "shape", "dtype", "bytes", "share", title=str(opened.path), title_justify="left")
+    for row in opened.rows() if every else opened.summary():
+        shape = " × ".join(map(str, row.shape))
+        table.add_row(escape(row.name), row.kind, shape, row.dtype, f"{row.bytes:,}", f"{row.share:.1%}")
+    out.print(table)
+    config = opened.config
+    out.print(
+        f"{config.num_hidden_layers} layers, hidden {config.hidden_size}, {config.n_routed_experts} experts "
+        f"(top {config.num_experts_per_tok}), vocabulary {config.vocab_size}; "
+        f"{opened.nbytes:,} bytes of weights, tokenizer: {opened.tokenizer or 'none'}"
+    )
+    if verify:
+        with err.status("checking") as status:
+            opened.verify(lambda name: status.update(f"checking {escape(name)}"))
+        out.print(f"PASS  {len(opened)} tensors match their checksums")
+
+
+@app.command()
+def doctor() -> None:
+    """Check this machine: what is there, what is missing, and what to do about it."""
+    from kdtree_nb.doctor import checks, render
+
+    found = checks()
+    print(render(found))
+    if any(check.ok is False for check in found):
+        raise typer.Exit(1)
+
+
+def main() -> NoReturn:
+    """Run a command; a fault of the input is one line, not a traceback."""
+    try:
+        app()
+    except (ValueError, OSError) as error:
+        err.print(f"[red]error[/red] {escape(str(error))}", soft_wrap=True)
+        sys.exit(1)
+    except KeyboardInterrupt:
+        err.print("interrupted")
+        sys.exit(130)
+    sys.exit(0)
+
+
+def _verify(golden: Path, device: str) -> bool:
+    from kdtree_nb.verify import verify as run_checks
+
+    passed, current = True, None
+    for path, check in run_checks(golden, device):
+        if path != current:
+            out.print(f"[bold]{escape(path.name)}[/bold]")
+            current = path
+        print(check, flush=True)
+        passed &= check.passed
+    return passed
+
+
+def _prompt(prompt: str | None, prompt_file: Path | None) -> str:
+    if prompt is not None and prompt_file is not None:
+        raise ValueError("generate: --prompt and --prompt-file were both given, expected one of them")
+    if prompt_file is not None:
+        return prompt_file.read_text(encoding="utf-8")
+    if prompt is None and sys.stdin.isatty():
+        err.print("prompt (end with Ctrl-D): ", end="")
+    return sys.stdin.read() if prompt is None else prompt

@@ -1,0 +1,59 @@
+"""The main job in one command: verify, generate with every decoder, compare, draw."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+from kdtree_nb import plotting
+from kdtree_nb.engine import Engine, Generation
+from kdtree_nb.engine.decode import DECODERS
+from kdtree_nb.golden import SUFFIX, load_cases
+from kdtree_nb.verify import logit_differences
+
+NEW_TOKENS = 64
+
+
+class Comparison(NamedTuple):
+    """One prompt, continued by every decoder."""
+
+    domain: str
+    prompt: str
+    runs: dict[str, Generation]
+
+    @property
+    def agree(self) -> bool:
+        """Every decoder gave the same tokens."""
+        return len({tuple(run.tokens) for run in self.runs.values()}) == 1
+
+
+def trained_bundle(golden: Path) -> Path:
+    """The trained INT4 model of the repository."""
+    return golden / "kdt16m" / "kdt16m-int4.kdtr"
+
+
+def compare(engine: Engine, golden: Path) -> Iterator[Comparison]:
+    """Continue the first held-out prompt of each domain with every decoder."""
+    prompts = json.loads((golden / "kdt16m" / "prompts.json").read_text(encoding="utf-8"))
+    first = {prompt["domain"]: prompt["text"] for prompt in reversed(prompts)}
+    for domain, text in reversed(first.items()):
+        engine.generate(text, max_new_tokens=NEW_TOKENS)  # loads the experts that this text needs
+        runs = {decoder: engine.generate(text, decoder, max_new_tokens=NEW_TOKENS) for decoder in DECODERS}
+        yield Comparison(domain, text, runs)
+
+
+def draw(engine: Engine, golden: Path, comparisons: list[Comparison], path: Path) -> None:
+    """Save the demo's figure: how far the engine is from the specification, and what each round committed."""
+    from matplotlib.figure import Figure
+
+    cases = load_cases(golden / "kdt16m" / f"kdt16m-int4{SUFFIX}")
+    differences = {}
+    for comparison, case in zip(comparisons, cases, strict=False):
+        generation = engine.generate(case.prompt, "ar", max_new_tokens=len(case.tokens), keep_logits=True)
+        differences[comparison.domain] = logit_differences(case, generation)
+    figure = Figure(figsize=(10, 3.6), layout="constrained")
+    left, right = figure.subplots(1, 2)
+    plotting.logit_differences(left, differences).set_title("engine against the NumPy specification")
+    accepted = {c.domain: [r.accepted for r in c.runs["ddtree"].rounds] for c in comparisons}
+    plotting.accepted_per_round(right, accepted).set_title("ddtree, prompt look-up drafts, temperature 0")
+    figure.savefig(path, dpi=150)
