@@ -9,7 +9,7 @@ from typing import Annotated, NoReturn
 import typer
 from rich.console import Console
 from rich.markup import escape
-from rich.table import Table
+from rich.table import Column, Table
 
 from kdtree_nb.golden import folder
 
@@ -19,7 +19,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     help="INT4 W4A16 inference with draft-tree speculative decoding for DeepSeek-V3 / Kimi K2 style models.",
 )
-out, err = Console(highlight=False), Console(stderr=True, highlight=False)
+out, err = Console(highlight=False, width=None if sys.stdout.isatty() else 120), Console(stderr=True, highlight=False)
 
 BundlePath = Annotated[Path, typer.Argument(help="A .kdtr file, a .kdtr.index.json, or the folder of one.")]
 Device = Annotated[str, typer.Option(help="auto or cpu.")]
@@ -75,7 +75,7 @@ def verify(
 @app.command()
 def generate(
     prompt: Annotated[str | None, typer.Option(help="The prompt; without one, standard input is read.")] = None,
-    prompt_file: Annotated[Path | None, typer.Option(help="A file with the prompt.", exists=True)] = None,
+    prompt_file: Annotated[Path | None, typer.Option(help="A file with the prompt.")] = None,
     bundle: Annotated[Path | None, typer.Option(help="A bundle; the repository's trained model by default.")] = None,
     decoder: Annotated[str, typer.Option(help="ar, chain or ddtree; the text is the same.")] = "ddtree",
     node_budget: Annotated[int, typer.Option(help="Drafted nodes a round, the root not counted.")] = 16,
@@ -134,13 +134,14 @@ def generate(
 def inspect(
     bundle: BundlePath,
     verify: Annotated[bool, typer.Option("--verify", help="Read every tensor and check its sum.")] = False,
-    every: Annotated[bool, typer.Option("--all", help="A row for each weight, experts too.")] = False,
+    every: Annotated[bool, typer.Option("--all", help="A row for each weight of each layer and expert.")] = False,
 ) -> None:
     """Show what a bundle holds."""
     from kdtree_nb.bundle import Bundle
 
     opened = Bundle.open(bundle)
-    table = Table("name", "kind", "shape", "dtype", "bytes", "share", title=str(opened.path), title_justify="left")
+    name = Column("name", overflow="fold")  # in a narrow terminal or a pipe, whole over two lines
+    table = Table(name, "kind", "shape", "dtype", "bytes", "share", title=escape(str(opened.path)), title_justify="left")
     for row in opened.rows() if every else opened.summary():
         shape = " × ".join(map(str, row.shape))
         table.add_row(escape(row.name), row.kind, shape, row.dtype, f"{row.bytes:,}", f"{row.share:.1%}")
@@ -149,7 +150,8 @@ def inspect(
     out.print(
         f"{config.num_hidden_layers} layers, hidden {config.hidden_size}, {config.n_routed_experts} experts "
         f"(top {config.num_experts_per_tok}), vocabulary {config.vocab_size}; "
-        f"{opened.nbytes:,} bytes of weights, tokenizer: {opened.tokenizer or 'none'}"
+        f"{opened.nbytes:,} bytes of weights, tokenizer: {opened.tokenizer or 'none'}",
+        soft_wrap=True,
     )
     if verify:
         with err.status("checking") as status:

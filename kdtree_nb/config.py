@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from typing import Any
 
 ARCHITECTURES = ("deepseek_v3", "kimi_k2")
+_LEFT_OUT = {"n_group": 8, "topk_group": 4, "routed_scaling_factor": 2.5}
+"""What transformers takes for a key that ``config.json`` lacks, where it is not this module's default."""
 
 
 @dataclass(frozen=True)
@@ -197,7 +199,7 @@ class ModelConfig:
         }.items():
             _require(hf.get(name, expected) == expected, name, hf.get(name), repr(expected))
         rope = _mapping(hf, "rope_parameters")  # transformers 5 moved theta and scaling in here
-        values: dict[str, Any] = {}
+        values: dict[str, Any] = dict(_LEFT_OUT)
         for field in dataclasses.fields(cls):
             if field.name in hf:
                 values[field.name] = hf[field.name]
@@ -229,6 +231,7 @@ class ModelConfig:
             "scoring_func": "sigmoid",
             "topk_method": "noaux_tc",
             "attention_bias": False,
+            "num_key_value_heads": self.num_attention_heads,  # transformers would assume 128
             **hf,
         }
 
@@ -238,6 +241,8 @@ def _yarn(scaling: Mapping[str, Any]) -> YarnScaling | None:
     if kind == "default":
         return None
     _require(kind == "yarn", "rope_scaling.type", kind, "'yarn' or none")
+    for name, expected in {"attention_factor": None, "truncate": True}.items():
+        _require(scaling.get(name, expected) == expected, f"rope_scaling.{name}", scaling.get(name), repr(expected))
     known = {field.name for field in dataclasses.fields(YarnScaling)}
     values = {name: value for name, value in scaling.items() if name in known and value is not None}
     missing = {"factor", "original_max_position_embeddings"} - values.keys()

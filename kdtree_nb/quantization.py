@@ -100,8 +100,9 @@ def quantize(weight: np.ndarray, rule: str = "minmax", name: str = "") -> Quanti
             f"{label} is {weight.dtype} {list(weight.shape)}, expected float32 or bfloat16 [out_features, in_features]"
         )
     _check_groups(weight.shape[1], label)
-    groups = weight.reshape(weight.shape[0], -1, GROUP_SIZE)
-    amax = np.abs(groups).max(axis=2)
+    groups = _grouped(weight)
+    with np.errstate(invalid="ignore"):  # a NaN is to come through
+        amax = np.abs(groups).max(axis=2)
     if rule == "minmax":
         scales = _usable(amax / weight.dtype.type(7.5))
     elif rule == "amax7":
@@ -117,7 +118,7 @@ def quantize(weight: np.ndarray, rule: str = "minmax", name: str = "") -> Quanti
 def dequantize(weight: QuantizedWeight) -> np.ndarray:
     """``code · scale`` as float32 [out, in]; exact where the scales are bfloat16 or float16."""
     out_features, in_features = weight.shape
-    codes = unpack(weight.qweight, in_features).reshape(out_features, -1, GROUP_SIZE)
+    codes = _grouped(unpack(weight.qweight, in_features))
     values = codes.astype(np.float32) * weight.scales.astype(np.float32)[:, :, None]
     return values.reshape(out_features, in_features)
 
@@ -128,7 +129,7 @@ def pack(codes: np.ndarray) -> np.ndarray:
         raise ValueError(f"pack: codes span {codes.min()}..{codes.max()}, expected {LOWEST}..{HIGHEST}")
     nibbles = (codes.astype(np.int8) - LOWEST).astype(np.uint32)
     nibbles = np.pad(nibbles, ((0, 0), (0, -codes.shape[1] % CODES_PER_WORD)))
-    words = nibbles.reshape(codes.shape[0], -1, CODES_PER_WORD) << _WORD_SHIFTS
+    words = nibbles.reshape(len(nibbles), nibbles.shape[1] // CODES_PER_WORD, CODES_PER_WORD) << _WORD_SHIFTS
     return np.bitwise_or.reduce(words, axis=2).view(np.int32)
 
 
@@ -137,7 +138,7 @@ def unpack(qweight: np.ndarray, in_features: int) -> np.ndarray:
     if not qweight.shape[1] * CODES_PER_WORD - CODES_PER_WORD < in_features <= qweight.shape[1] * CODES_PER_WORD:
         raise ValueError(f"unpack: in_features={in_features} does not fit {qweight.shape[1]} words of 8 codes")
     nibbles = (qweight.view(np.uint32)[:, :, None] >> _WORD_SHIFTS) & 0xF
-    codes = nibbles.astype(np.int8).reshape(qweight.shape[0], -1) + np.int8(LOWEST)
+    codes = nibbles.astype(np.int8).reshape(len(qweight), qweight.shape[1] * CODES_PER_WORD) + np.int8(LOWEST)
     return codes[:, :in_features]
 
 
@@ -196,6 +197,10 @@ def _check_groups(in_features: int, label: str) -> None:
         raise ValueError(f"{label}: in_features={in_features} is not a multiple of group_size={GROUP_SIZE}")
 
 
+def _grouped(array: np.ndarray) -> np.ndarray:
+    return array.reshape(len(array), array.shape[1] // GROUP_SIZE, GROUP_SIZE)
+
+
 def _usable(scales: np.ndarray) -> np.ndarray:
     return np.where(scales == 0, finfo(scales.dtype).eps, scales).astype(scales.dtype)
 
@@ -208,12 +213,13 @@ def _round_to_codes(groups: np.ndarray, scales: np.ndarray) -> np.ndarray:
 
 def _least_squares_scales(groups: np.ndarray, amax: np.ndarray) -> np.ndarray:
     widest = amax.astype(np.float32) / 7
+    scales = minmax = _usable(amax / groups.dtype.type(7.5))
     best = np.full(amax.shape, np.inf, np.float32)
-    scales = _usable(amax / groups.dtype.type(7.5))
-    for shrink in (7 / 7.5, *np.linspace(1.0, 0.55, 46)):
-        candidate = _usable((widest * np.float32(shrink)).astype(groups.dtype))
-        values = _round_to_codes(groups, candidate) * candidate.astype(np.float32)[:, :, None]
-        error = np.square(values - groups.astype(np.float32)).sum(axis=2)
+    shrunk = (_usable((widest * np.float32(shrink)).astype(groups.dtype)) for shrink in np.linspace(1.0, 0.55, 46))
+    for candidate in (minmax, *shrunk):
+        with np.errstate(invalid="ignore", over="ignore"):  # an error that is not finite is never the best
+            values = _round_to_codes(groups, candidate) * candidate.astype(np.float32)[:, :, None]
+            error = np.square(values - groups.astype(np.float32)).sum(axis=2)
         better = error < best
         scales, best = np.where(better, candidate, scales), np.where(better, error, best)
     return scales

@@ -1,0 +1,109 @@
+"""What a bundle is made of: names, dtypes, checksums, and which tensors a config asks for."""
+
+import hashlib
+import json
+import os
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+from ml_dtypes import bfloat16
+
+from kdtree_nb.config import ModelConfig
+from kdtree_nb.quantization import CODES_PER_WORD, GROUP_SIZE, quantized_names
+
+SUFFIX, INDEX_SUFFIX = ".kdtr", ".kdtr.index.json"
+FORMAT, VERSION = "kdtr", "1"
+FLOATS = ("F32", "BF16", "F16")
+SHARD = re.compile(r"-\d{5}-of-\d{5}\.kdtr$")
+DTYPES = {
+    "F32": np.dtype(np.float32),
+    "BF16": np.dtype(bfloat16),
+    "F16": np.dtype(np.float16),
+    "I32": np.dtype(np.int32),
+}
+DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+METADATA = "__metadata__"  # the library reserves this name, so no tensor can have it
+
+
+class BundleError(ValueError):
+    """A bundle that must not be used: one line that names the file, the tensor, its value and what was expected."""
+
+
+class Entry(NamedTuple):
+    """What a header says of a stored tensor; ``dtype`` is safetensors' name for it."""
+
+    shape: tuple[int, ...]
+    dtype: str
+    nbytes: int
+    file: Path
+
+
+def fault(path: Path, message: str) -> BundleError:
+    """An error of one printable line, whatever the bundle put into it."""
+    text = "".join(character if character.isprintable() else "?" for character in f"{path}: {message}")
+    return BundleError(text if len(text) <= 1000 else f"{text[:1000]}…")
+
+
+def beside(path: Path, what: str, name: str) -> Path:
+    """The file ``name`` in the folder of ``path``, and nowhere else."""
+    if not (0 < len(name) < 256 and name.isprintable()) or name == "." or ".." in name or set(name) & set("/\\:"):
+        raise fault(path, f"{what} {name!r} is not a plain file name, expected one in the same folder")
+    file = path.with_name(name)
+    if os.path.dirname(os.path.realpath(file)) != os.path.realpath(path.parent):
+        raise fault(path, f"{what} {name!r} leads outside the folder, expected a file in it")
+    return file
+
+
+def bytes_of(array: np.ndarray) -> memoryview:
+    """An array's bytes in row order."""
+    return np.ascontiguousarray(array).reshape(-1).view(np.uint8).data
+
+
+def checksum(data: bytes | memoryview) -> str:
+    """As a bundle stores it: ``sha256:`` and 64 digits."""
+    return f"sha256:{hashlib.sha256(data).hexdigest()}"
+
+
+def metadata_checksum(metadata: Mapping[str, str]) -> str:
+    """Of what no tensor's sum covers: the config and the tokenizer's name."""
+    return checksum(json.dumps([metadata.get("config"), metadata.get("tokenizer")]).encode())
+
+
+def check_layout(path: Path, config: ModelConfig, entries: Mapping[str, Entry]) -> None:
+    """Every weight of the config once, float or packed, in its shape; and nothing else."""
+    sparse_layers = max(0, config.num_hidden_layers - config.first_k_dense_replace)
+    at_least = 5 * config.num_hidden_layers + 3 * config.n_routed_experts * sparse_layers
+    if at_least > len(entries):  # before the names are listed: a config can ask for billions
+        raise fault(
+            path, f"holds {len(entries)} tensors, expected {at_least} weights and more; a shard opens by its index"
+        )
+
+    def expect(name: str, dtypes: Sequence[str], shape: tuple[int, ...]) -> None:
+        entry = entries[name]
+        if entry.dtype not in dtypes or entry.shape != shape:
+            wanted = f"{' or '.join(dtypes)} {list(shape)}"
+            raise fault(entry.file, f"tensor {name!r} is {entry.dtype} {list(entry.shape)}, expected {wanted}")
+
+    packable = quantized_names(config)
+    unclaimed = set(entries)
+    for name, shape in config.weight_shapes().items():
+        qw, sc = f"{name}.qw", f"{name}.sc"
+        may_be_packed = name in packable and shape[1] % GROUP_SIZE == 0
+        forms = [form for form in (name, qw, sc) if form in entries]
+        unclaimed.difference_update(forms)
+        if forms == [name]:
+            expect(name, FLOATS, shape)
+        elif forms == [qw, sc] and may_be_packed:
+            expect(qw, ("I32",), (shape[0], shape[1] // CODES_PER_WORD))
+            expect(sc, FLOATS, (shape[0], shape[1] // GROUP_SIZE))
+        else:
+            wanted = f"{name!r} {list(shape)}" + (f" or {qw!r} with {sc!r}" if may_be_packed else ", never packed")
+            if not forms:
+                raise fault(path, f"tensor {name!r} is missing, expected {wanted}")
+            raise fault(entries[forms[0]].file, f"tensor {' and '.join(map(repr, forms))}, expected only {wanted}")
+    if unclaimed:
+        name = min(unclaimed)
+        raise fault(entries[name].file, f"tensor {name!r} is no weight of the config, expected none of that name")

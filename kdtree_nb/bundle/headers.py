@@ -1,0 +1,193 @@
+"""Opening what may come from anyone: every header is checked here before a tensor is believed to exist."""
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeGuard
+
+from safetensors import SafetensorError, safe_open
+
+from kdtree_nb.bundle.format import (
+    DTYPES,
+    FORMAT,
+    INDEX_SUFFIX,
+    METADATA,
+    SHARD,
+    SUFFIX,
+    VERSION,
+    BundleError,
+    Entry,
+    beside,
+    fault,
+    metadata_checksum,
+)
+from kdtree_nb.config import ModelConfig
+
+CONFIG_LIMIT, HEADER_LIMIT = 2**20, 2**26  # characters of JSON to parse; Kimi K2 in one file has 36 million
+CHECKSUM_LIMIT = 256  # characters a tensor
+
+
+@dataclass(frozen=True)
+class Shard:
+    """One file of a bundle, its header read and checked."""
+
+    path: Path
+    handle: Any
+    config: ModelConfig
+    tokenizer: str | None
+    checksums: Mapping[str, object]
+    entries: Mapping[str, Entry]
+
+
+def find(path: Path) -> Path:
+    """The file or the index that a path means."""
+    if not path.is_dir():
+        index = path.with_name(path.stem + INDEX_SUFFIX)
+        return index if path.suffix == SUFFIX and not path.exists() and index.exists() else path
+    indexes = sorted(path.glob(f"*{INDEX_SUFFIX}"))
+    hidden_by_index = {index.name.removesuffix(".index.json") for index in indexes}
+    files = [file for file in sorted(path.glob(f"*{SUFFIX}")) if not SHARD.search(file.name)]
+    found = indexes + [file for file in files if file.name not in hidden_by_index]
+    if len(found) != 1:
+        names = ", ".join(file.name for file in found) or "none"
+        raise fault(path, f"the folder holds {len(found)} bundles ({names}), expected one; shards need their index")
+    return found[0]
+
+
+def parse_object(path: Path, what: str, text: str | bytes, limit: int) -> dict[str, Any]:
+    """A JSON object of bounded length, no key twice."""
+
+    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        values: dict[str, Any] = {}
+        for key, value in pairs:
+            if key in values:
+                raise ValueError(f"{key!r} appears twice")
+            values[key] = value
+        return values
+
+    if len(text) > limit:
+        raise fault(path, f"{what} has {len(text)} characters, expected at most {limit}")
+    try:
+        value = json.loads(text, object_pairs_hook=unique)
+    except (ValueError, RecursionError) as error:
+        raise fault(path, f"{what} is not valid JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise fault(path, f"{what} is a JSON {type(value).__name__}, expected an object")
+    return value
+
+
+def open_index(path: Path) -> list[Shard]:
+    """Every shard of an index, each tensor where the index says."""
+    if not path.is_file() or path.stat().st_size > HEADER_LIMIT:
+        raise fault(path, f"not a file of at most {HEADER_LIMIT} bytes")
+    index = parse_object(path, "the index", path.read_bytes(), HEADER_LIMIT)
+    weight_map = index.get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise fault(path, "weight_map is missing, expected an object that gives each tensor's file")
+    files: dict[str, Path] = {}
+    for name, file in weight_map.items():
+        if not isinstance(file, str) or not file.endswith(SUFFIX):
+            raise fault(path, f"tensor {name!r}: shard {file!r}, expected the name of a {SUFFIX} file")
+        if file not in files:
+            files[file] = beside(path, f"tensor {name!r}: shard", file)
+            if not files[file].is_file():
+                raise fault(path, f"tensor {name!r}: shard {file!r} does not exist")
+    shards = [open_shard(file) for file in files.values()]
+    for shard in shards:
+        if (shard.config, shard.tokenizer) != (shards[0].config, shards[0].tokenizer):
+            raise fault(shard.path, f"config or tokenizer differ from those of {shards[0].path.name}")
+        for name in shard.entries:
+            if weight_map.get(name) != shard.path.name:
+                where = weight_map.get(name, "nowhere")
+                raise fault(shard.path, f"tensor {name!r} is here, the index {path.name} has it in {where!r}")
+    found = {name for shard in shards for name in shard.entries}
+    for name, file in weight_map.items():
+        if name not in found:
+            raise fault(files[file], f"tensor {name!r} is missing, the index {path.name} has it here")
+    return shards
+
+
+def open_shard(path: Path) -> Shard:
+    """One file: format and version known, dtypes ours, a checksum for each tensor, a valid config."""
+    if not path.is_file():
+        raise fault(path, "no such file")
+    entries: dict[str, Entry] = {}
+    try:
+        handle: Any = safe_open(path, framework="numpy")
+        metadata = handle.metadata() or {}
+        for key, known in (("format", FORMAT), ("version", VERSION)):
+            if metadata.get(key) != known:
+                raise fault(path, f"metadata {key}={metadata.get(key)!r}, expected {known!r}")
+        for name in handle.offset_keys():
+            view = handle.get_slice(name)
+            shape, dtype = tuple(view.get_shape()), view.get_dtype()
+            if dtype not in DTYPES:
+                raise fault(path, f"tensor {name!r}: dtype {dtype!r}, expected one of {', '.join(DTYPES)}")
+            entries[name] = Entry(shape, dtype, math.prod(shape) * DTYPES[dtype].itemsize, path)
+    except (SafetensorError, OSError) as error:
+        raise fault(path, _explain(path) or str(error)) from error
+
+    tokenizer = metadata.get("tokenizer")
+    if tokenizer is not None:
+        beside(path, "tokenizer", tokenizer)
+    limit = CHECKSUM_LIMIT * (len(entries) + 1)
+    checksums = parse_object(path, "metadata checksums", metadata.get("checksums", ""), limit)
+    if odd := {METADATA, *entries} ^ checksums.keys():
+        raise fault(path, f"tensor {min(odd)!r}: expected a checksum for each tensor of the file and for no other")
+    if metadata_checksum(metadata) != checksums[METADATA]:
+        raise fault(path, f"metadata config and tokenizer: not as written, whose checksum is {checksums[METADATA]!r}")
+    hf = parse_object(path, "metadata config", metadata.get("config", ""), CONFIG_LIMIT)
+    try:
+        config = ModelConfig.from_hf(hf)
+    except ValueError as error:
+        raise fault(path, f"metadata {error}") from error
+    return Shard(path, handle, config, tokenizer, checksums, entries)
+
+
+def _explain(path: Path) -> str | None:
+    """What is wrong with a file that the library refused, tensor by name; None where this reader sees nothing.
+
+    The library alone decides what is valid. Its messages often leave the tensor out, or name its neighbour.
+    """
+    size = path.stat().st_size
+    with open(path, "rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+        available = size - 8 - length
+        if available < 0:
+            return f"the header's length {length} does not fit into a file of {size} bytes (truncated?)"
+        try:
+            header = parse_object(path, "header", file.read(min(length, HEADER_LIMIT + 1)), HEADER_LIMIT)
+        except BundleError:
+            return None
+    header.pop(METADATA, None)
+    for name, info in header.items():
+        if problem := _explain_tensor(info, available):
+            return f"tensor {name!r}: {problem}"
+    end, before = 0, "the header"
+    for name, info in sorted(header.items(), key=lambda item: item[1]["data_offsets"]):
+        if info["data_offsets"][0] != end:
+            return f"tensor {name!r}: data_offsets {info['data_offsets']}, expected a start at {end}, after {before}"
+        end, before = info["data_offsets"][1], repr(name)
+    return None if end == available else f"tensor {before} ends at byte {end} of the data, expected {available}"
+
+
+def _explain_tensor(info: object, available: int) -> str | None:
+    if not isinstance(info, dict):
+        return f"described by a {type(info).__name__}, expected an object"
+    dtype, shape, offsets = info.get("dtype"), info.get("shape"), info.get("data_offsets")
+    if not isinstance(dtype, str) or dtype not in DTYPES:
+        return f"dtype {dtype!r}, expected one of {', '.join(DTYPES)}"
+    if not _are_sizes(shape, 1, 2):
+        return f"shape {shape!r}, expected one or two whole numbers"
+    if not _are_sizes(offsets, 2) or not offsets[0] <= offsets[1] <= available:
+        return f"data_offsets {offsets!r}, expected [begin, end] within {available} bytes of data (truncated?)"
+    stored, needed = offsets[1] - offsets[0], math.prod(shape) * DTYPES[dtype].itemsize
+    return None if stored == needed else f"{stored} bytes for {dtype} {shape}, expected {needed}"
+
+
+def _are_sizes(value: object, *lengths: int) -> TypeGuard[list[int]]:
+    if not isinstance(value, list) or len(value) not in lengths:
+        return False
+    return all(type(item) is int and 0 <= item < 2**63 for item in value)
