@@ -108,4 +108,5 @@ def greedy(weights: Weights, config: ModelConfig, prompt: np.ndarray, max_new_to
     for _ in range(max_new_tokens):
         rows.append(forward(weights, config, token_ids)[-1])
         token_ids = np.append(token_ids, rows[-1].argmax())
-    return Continuation(token_ids[len(prompt) :].astype(np.int32), np.array(rows))
+    logits = np.array(rows, np.float32).reshape(-1, config.vocab_size)  # [0, vocab] where nothing was asked for
+    return Continuation(token_ids[len(prompt) :].astype(np.int32), logits)

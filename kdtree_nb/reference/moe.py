@@ -69,11 +69,11 @@ def moe(
         if end > start:
             outputs[by_expert[start:end]] = expert(chosen, rows[start:end])
             start = end
-    return _sum_in_order(outputs.reshape(*expert_ids.shape, -1) * weights[:, :, None], axis=1)
+    return _sum_in_order(outputs.reshape(*expert_ids.shape, x.shape[1]) * weights[:, :, None], axis=1)
 
 
 def _keep_best_groups(choice: np.ndarray, config: ModelConfig) -> np.ndarray:
-    grouped = choice.reshape(len(choice), config.n_group, -1)
+    grouped = choice.reshape(len(choice), config.n_group, config.n_routed_experts // config.n_group)
     group_scores = _sum_in_order(np.sort(grouped, axis=2)[:, :, -2:], axis=2)
     kept = np.argsort(-group_scores, axis=1, kind="stable")[:, : config.topk_group]
     mask = np.zeros(group_scores.shape, bool)

@@ -41,26 +41,35 @@ def softmax_scale(config: ModelConfig) -> float:
     return scale
 
 
-def apply_rope(x: np.ndarray, positions: np.ndarray, rotation: Rope) -> np.ndarray:
-    """Rotate the pairs (0, 1), (2, 3), … of the last axis by their token's position.
+def rope_table(rotation: Rope, positions: np.ndarray, dtype: type = np.float32) -> tuple[np.ndarray, np.ndarray]:
+    """Cosines and sines of positions int [tokens], magnitude included: two arrays dtype [tokens, rope / 2]."""
+    angles = positions[:, None] * rotation.inverse_frequencies
+    return (np.cos(angles) * rotation.magnitude).astype(dtype), (np.sin(angles) * rotation.magnitude).astype(dtype)
+
+
+def rotate(x: np.ndarray, cosines: np.ndarray, sines: np.ndarray) -> np.ndarray:
+    """Rotate the pairs (0, 1), (2, 3), … of the last axis.
 
     Parameters
     ----------
     x : float [tokens, ..., rope]
         Pairs interleaved, as the projections of DeepSeek checkpoints write them.
-    positions : int [tokens]
+    cosines, sines : float [tokens, rope / 2]
 
     Returns
     -------
     float [tokens, ..., rope], first all rotated even elements, then all odd ones (the order in which
     transformers caches them; a score does not depend on it).
     """
-    angles = positions[:, None] * rotation.inverse_frequencies
-    angles = angles.reshape(len(positions), *(1,) * (x.ndim - 2), -1)
-    cos = (np.cos(angles) * rotation.magnitude).astype(x.dtype)
-    sin = (np.sin(angles) * rotation.magnitude).astype(x.dtype)
+    by_token = (len(x), *(1,) * (x.ndim - 2), -1)
+    cosines, sines = cosines.reshape(by_token), sines.reshape(by_token)
     even, odd = x[..., 0::2], x[..., 1::2]
-    return np.concatenate([even * cos - odd * sin, odd * cos + even * sin], axis=-1)
+    return np.concatenate([even * cosines - odd * sines, odd * cosines + even * sines], axis=-1)
+
+
+def apply_rope(x: np.ndarray, positions: np.ndarray, rotation: Rope) -> np.ndarray:
+    """:func:`rotate` float [tokens, ..., rope] by each token's position, int [tokens]."""
+    return rotate(x, *rope_table(rotation, positions, x.dtype.type))
 
 
 def _mscale(yarn: YarnScaling, coefficient: float) -> float:
