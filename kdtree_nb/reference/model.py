@@ -40,7 +40,7 @@ def forward(weights: Weights, config: ModelConfig, token_ids: np.ndarray, dtype:
     """
     *_, hidden = hidden_states(weights, config, token_ids, dtype)
     head = weights["model.embed_tokens" if config.tie_word_embeddings else "lm_head"]
-    return rms_norm(hidden, weights["model.norm"].astype(dtype), config.rms_norm_eps) @ head.astype(dtype).T
+    return rms_norm(hidden, weights["model.norm"].astype(dtype, copy=False), config.rms_norm_eps) @ head.astype(dtype, copy=False).T
 
 
 def hidden_states(
@@ -52,7 +52,7 @@ def hidden_states(
     for layer in range(config.num_hidden_layers):
         at = f"model.layers.{layer}"
         own = {
-            name.removeprefix(f"{at}."): weight.astype(dtype)
+            name.removeprefix(f"{at}."): weight.astype(dtype, copy=False)
             for name, weight in weights.items()
             if name.startswith(f"{at}.")
         }

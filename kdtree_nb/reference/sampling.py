@@ -4,9 +4,9 @@ import numpy as np
 
 
 def log_softmax(logits: np.ndarray) -> np.ndarray:
-    """Logits minus their logsumexp over the last axis; at most 0, also after rounding."""
+    """Logits minus their logsumexp over the last axis; at most 0, also after rounding, as no sum is below 1."""
     shifted = logits - logits.max(axis=-1, keepdims=True)
-    return np.minimum(shifted - np.log(np.exp(shifted).sum(axis=-1, keepdims=True)), 0)
+    return shifted - np.log(np.exp(shifted).sum(axis=-1, keepdims=True))
 
 
 def top_k(logits: np.ndarray, k: int) -> tuple[np.ndarray, np.ndarray]:
@@ -49,12 +49,14 @@ def choose_tokens(logits: np.ndarray, positions: np.ndarray, temperature: float 
     """
     if temperature == 0:
         return logits.argmax(axis=1).astype(np.int32)
-    probabilities = np.exp(log_softmax(logits.astype(np.float64) / temperature))
-    cumulative = probabilities.cumsum(axis=1)
+    logits = logits.astype(np.float64)
+    cumulative = np.exp((logits - logits.max(axis=1, keepdims=True)) / temperature).cumsum(axis=1)
     thresholds = uniform(seed, positions) * cumulative[:, -1]
     return (cumulative <= thresholds[:, None]).sum(axis=1).astype(np.int32)
 
 
 def uniform(seed: int, positions: np.ndarray) -> np.ndarray:
     """One number in [0, 1) for each position: Philox (Salmon et al., SC 2011) with the position as counter."""
-    return np.array([np.random.Generator(np.random.Philox(counter=int(p), key=seed)).random() for p in positions])
+    distinct, which = np.unique(positions, return_inverse=True)
+    numbers = [np.random.Generator(np.random.Philox(counter=int(p), key=seed)).random() for p in distinct]
+    return np.array(numbers)[which]
