@@ -7,7 +7,6 @@ expert, low-rank queries and YaRN. It is written twice, in FP32 and in INT4. Tok
 ``kdtree_nb.reference`` alone; the engine takes no part.
 """
 
-import hashlib
 import json
 from pathlib import Path
 
@@ -94,5 +93,3 @@ def make_trained() -> None:
 if __name__ == "__main__":
     make_tiny()
     make_trained()
-    for path in sorted([*GOLDEN.rglob("*.kdtr"), *GOLDEN.rglob(f"*{SUFFIX}")]):
-        print(hashlib.sha256(path.read_bytes()).hexdigest(), path.relative_to(GOLDEN))

@@ -127,6 +127,7 @@ def generate(
         f"τ={run.acceptance_length:.2f}, {run.tokens_per_second:.1f} tokens/s, "
         f"prompt {run.prefill_seconds * 1e3:.0f} ms",
         style="dim",
+        soft_wrap=True,
     )
 
 

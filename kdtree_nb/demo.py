@@ -35,8 +35,10 @@ def trained_bundle(golden: Path) -> Path:
 def compare(engine: Engine, golden: Path) -> Iterator[Comparison]:
     """Continue the first held-out prompt of each domain with every decoder."""
     prompts = json.loads((golden / "kdt16m" / "prompts.json").read_text(encoding="utf-8"))
-    first = {prompt["domain"]: prompt["text"] for prompt in reversed(prompts)}
-    for domain, text in reversed(first.items()):
+    first: dict[str, str] = {}
+    for prompt in prompts:
+        first.setdefault(prompt["domain"], prompt["text"])
+    for domain, text in first.items():
         engine.generate(text, max_new_tokens=NEW_TOKENS)  # loads the experts that this text needs
         runs = {decoder: engine.generate(text, decoder, max_new_tokens=NEW_TOKENS) for decoder in DECODERS}
         yield Comparison(domain, text, runs)

@@ -60,7 +60,7 @@ def bundle_of(golden: Path) -> Path:
 def make_cases(
     weights: Mapping[str, np.ndarray], config: ModelConfig, prompts: Sequence[np.ndarray], count: int
 ) -> list[GoldenCase]:
-    """The first ``count`` prompts whose greedy text keeps the margin; made by the reference, never by the engine.
+    """The first ``count`` prompts whose greedy text keeps the margin and goes on; made by the reference alone.
 
     Raises
     ------
@@ -71,7 +71,8 @@ def make_cases(
     for prompt in prompts:
         tokens, logits = greedy(weights, config, prompt, NEW_TOKENS)
         second, best = np.sort(logits, axis=1)[:, -2:].T
-        if (best - second).min() >= NARROWEST_MARGIN:
+        ends_early = np.isin(tokens[:-1], config.eos_token_ids).any()  # the engine would stop there
+        if (best - second).min() >= NARROWEST_MARGIN and not ends_early:
             cases.append(GoldenCase(np.asarray(prompt, np.int32), tokens, logits))
         if len(cases) == count:
             return cases
@@ -94,7 +95,14 @@ def load_cases(path: Path) -> list[GoldenCase]:
     """
     try:
         tensors = load_file(path)
-        count = len(tensors) // len(GoldenCase._fields)
-        return [GoldenCase(*(tensors[f"{i}.{name}"] for name in GoldenCase._fields)) for i in range(count)]
+        count = max(1, len(tensors) // len(GoldenCase._fields))
+        cases = [GoldenCase(*(tensors[f"{i}.{name}"] for name in GoldenCase._fields)) for i in range(count)]
     except (SafetensorError, KeyError) as error:
         raise ValueError(f"{path} is not a golden file: {error}") from error
+    for i, case in enumerate(cases):
+        if case.logits.ndim != 2 or not len(case.logits) == case.tokens.size > 0:
+            raise ValueError(
+                f"{path} is not a golden file: case {i} has tokens {list(case.tokens.shape)} "
+                f"and logits {list(case.logits.shape)}, expected [m] and [m, vocab]"
+            )
+    return cases

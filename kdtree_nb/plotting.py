@@ -39,6 +39,236 @@ def accepted_per_round(axes: Axes, accepted: Mapping[str, Sequence[int]]) -> Axe
     return _clean(axes)
 
 
+def curves(axes: Axes, x: np.ndarray, values: Mapping[str, np.ndarray], style: str = "-") -> Axes:
+    """One line a label over a common x.
+
+    Parameters
+    ----------
+    x : float [n]
+    values : mapping from label to float [n]
+    style : str
+        Matplotlib's line and marker, such as ``"o-"``.
+    """
+    for (label, y), color in zip(values.items(), _colors(len(values)), strict=True):
+        axes.plot(x, y, style, color=color, label=label, lw=1.4, ms=4)
+    axes.legend(fontsize="small", edgecolor="none")
+    return _clean(axes)
+
+
+def bars(axes: Axes, labels: Sequence[str], values: Mapping[str, np.ndarray]) -> Axes:
+    """Groups of bars, a group for each label and a colour for each series.
+
+    Parameters
+    ----------
+    values : mapping from series to float [labels]
+    """
+    width = 0.8 / len(values)
+    for i, ((series, heights), color) in enumerate(zip(values.items(), _colors(len(values)), strict=True)):
+        axes.bar(
+            np.arange(len(labels)) + (i - (len(values) - 1) / 2) * width, heights, width, color=color, label=series
+        )
+    axes.set_xticks(range(len(labels)), labels)
+    axes.legend(fontsize="small", frameon=False)
+    return _clean(axes)
+
+
+def rounded_group(axes: Axes, weights: np.ndarray, codes: np.ndarray, scale: float) -> Axes:
+    """A group's weights before and after rounding, over the 16 values that its scale can express.
+
+    Parameters
+    ----------
+    weights : float [group]
+    codes : int [group]
+    """
+    positions = np.arange(len(weights))
+    for code in range(-8, 8):
+        axes.axhline(code * scale, color="#e6e9ed", lw=0.8, zorder=0)
+    axes.vlines(positions, weights, codes * scale, color=ACCENTS[1], lw=1.6, label="error")
+    axes.plot(positions, weights, "o", color=INK, ms=4.5, label="weight")
+    axes.plot(positions, codes * scale, "_", color=ACCENTS[1], ms=9, mew=1.6, label="code · scale")
+    axes.set(xlabel="element of the group", ylabel="value", xlim=(-1, len(weights)))
+    right = axes.twinx()
+    low, high = axes.get_ylim()
+    right.set(ylabel="code", ylim=(low / scale, high / scale), yticks=range(-8, 8, 2))
+    right.spines["top"].set_visible(False)
+    axes.spines["top"].set_visible(False)
+    axes.legend(fontsize="small", ncols=3, loc="lower center", bbox_to_anchor=(0.5, 1), frameon=False)
+    return axes
+
+
+def error_of_peaks(axes: Axes, peaks: np.ndarray, errors: np.ndarray, predicted: np.ndarray) -> Axes:
+    """Each group's relative error over its peak, as a density, with a prediction as a line.
+
+    Parameters
+    ----------
+    peaks, errors, predicted : float [groups]
+    """
+    order = np.argsort(peaks)
+    axes.hexbin(peaks, errors, gridsize=45, bins="log", cmap="Blues", mincnt=1, linewidths=0.1)
+    axes.plot(peaks[order], predicted[order], color=ACCENTS[1], lw=1.4, label="peak / (7.5 · √12)")
+    axes.set(xlabel="largest |weight| / rms of the group", ylabel="rms error / rms of the group", ylim=(0, None))
+    axes.legend(fontsize="small", frameon=False)
+    return _clean(axes)
+
+
+def shares(axes: Axes, parts: Mapping[str, Mapping[str, float]], unit: str) -> Axes:
+    """Horizontal bars, each cut into its parts, largest parts first and labelled where there is room.
+
+    Parameters
+    ----------
+    parts : mapping from bar to mapping from part to size
+    """
+    names = list(dict.fromkeys(part for bar in parts.values() for part in bar))
+    longest = max(sum(bar.values()) for bar in parts.values())
+    ends = np.zeros(len(parts))
+    for name, color in zip(names, _colors(len(names)), strict=True):
+        sizes = np.array([bar.get(name, 0.0) for bar in parts.values()])
+        drawn = axes.barh(list(parts), sizes, left=ends, color=color, label=name, height=0.6)
+        texts = ["" if size < 0.04 * longest else f"{size:,.0f}" if size >= 100 else f"{size:.3g}" for size in sizes]
+        axes.bar_label(drawn, texts, label_type="center", color="white", fontsize="small")
+        ends += sizes
+    axes.invert_yaxis()
+    axes.set(xlabel=unit)
+    axes.legend(fontsize="small", ncols=len(names), loc="lower center", bbox_to_anchor=(0.5, 1), frameon=False)
+    _clean(axes).grid(visible=False)
+    return axes
+
+
+def labelled_points(axes: Axes, x: np.ndarray, y: np.ndarray, labels: Sequence[str]) -> Axes:
+    """Points with their names beside them.
+
+    Parameters
+    ----------
+    x, y : float [n]
+    """
+    axes.plot(x, y, "o", color=ACCENTS[0], ms=5)
+    for at, label in zip(zip(x, y, strict=True), labels, strict=True):
+        axes.annotate(label, at, xytext=(6, 3), textcoords="offset points", fontsize="small", color=INK)
+    return _clean(axes)
+
+
+def heatmap(axes: Axes, values: np.ndarray, label: str) -> Axes:
+    """A matrix as shades, 0 the lightest, with their scale beside it.
+
+    Parameters
+    ----------
+    values : float [rows, columns]
+    label : str
+        What the shades measure.
+    """
+    image = axes.imshow(values, cmap="Blues", aspect="auto", vmin=0)
+    axes.figure.colorbar(image, ax=axes, label=label, pad=0.02)
+    axes.spines[:].set_visible(False)
+    return axes
+
+
+def cache_per_token(axes: Axes, full: Mapping[str, float], latent: Mapping[str, float]) -> Axes:
+    """Bytes a token adds to the cache, full heads against latent, a row each model, on a logarithmic scale.
+
+    Parameters
+    ----------
+    full, latent : mapping from model to bytes
+    """
+    for row, name in enumerate(full):
+        axes.plot([latent[name], full[name]], [row, row], color=QUIET, lw=2, zorder=1)
+        middle = (latent[name] * full[name]) ** 0.5
+        axes.annotate(
+            f"{full[name] / latent[name]:.1f}×", (middle, row), xytext=(0, 5), textcoords="offset points", ha="center"
+        )
+    for values, color, label in ((latent, ACCENTS[2], "latent + rotated key"), (full, ACCENTS[1], "full heads")):
+        axes.plot(list(values.values()), range(len(values)), "o", color=color, ms=8, label=label)
+    axes.set(xscale="log", xlabel="bytes per token, bfloat16", ylim=(len(full) - 0.5, -0.6))
+    axes.set_yticks(range(len(full)), list(full))
+    axes.legend(fontsize="small", ncols=2, loc="lower center", bbox_to_anchor=(0.5, 1), frameon=False)
+    _clean(axes).grid(axis="x", color="#e6e9ed", lw=0.8)
+    return axes
+
+
+def differences_by_model(axes: Axes, differences: Mapping[str, np.ndarray], tolerance: float) -> Axes:
+    """Largest |logit difference| of every token, one column of points a model, on a logarithmic scale.
+
+    Parameters
+    ----------
+    differences : mapping from model to float [tokens]
+    tolerance : float
+        What is asked of every token.
+    """
+    for column, values in enumerate(differences.values()):
+        spread = np.linspace(-0.3, 0.3, len(values))
+        axes.semilogy(column + spread, np.maximum(values, 1e-9), ".", color=ACCENTS[0], ms=3)
+    axes.axhline(tolerance, color=ACCENTS[1], lw=1.2, ls="--", label="asked of every token")
+    axes.set_xticks(range(len(differences)), list(differences))
+    axes.set(ylabel="max |Δ logit|")
+    axes.legend(fontsize="small", frameon=False)
+    return _clean(axes)
+
+
+def tokens_over_forwards(axes: Axes, accepted: Mapping[str, Sequence[int]]) -> Axes:
+    """Tokens written by then over the target's forward passes, one line a run; its slope is τ.
+
+    Parameters
+    ----------
+    accepted : mapping from label to the drafts accepted in each round
+    """
+    for (label, values), color in zip(accepted.items(), _colors(len(accepted)), strict=True):
+        written = np.cumsum([0, *(np.asarray(values) + 1)])
+        axes.plot(written, color=color, label=label, lw=1.4)
+    axes.set(xlabel="target forwards", ylabel="tokens written", xlim=(0, None), ylim=(0, None))
+    axes.legend(fontsize="small", frameon=False)
+    return _clean(axes)
+
+
+def draft_tree(axes: Axes, labels: Sequence[str], parents: np.ndarray, path: Sequence[int], bonus: str) -> Axes:
+    """A draft tree from left to right, the accepted path and the bonus token in colour.
+
+    Parameters
+    ----------
+    labels : [N]
+        Text of each node, the root first.
+    parents : int [N]
+        A parent's index is smaller than its child's; −1 for the root.
+    path : node indices
+        The accepted nodes in order, root first.
+    """
+    parents = np.append(parents, path[-1])  # the bonus token is drawn as a child of the last accepted node
+    depths, heights = _tree_layout(parents)
+    styles = {
+        "drafted": (QUIET, "white", QUIET),
+        "accepted": (INK, "white", ACCENTS[2]),
+        "bonus": ("white", ACCENTS[1], ACCENTS[1]),
+    }
+    for node, label in enumerate([*labels, bonus]):
+        kind = "bonus" if node == len(labels) else "accepted" if node in path else "drafted"
+        text, fill, edge = styles[kind]
+        if node:
+            (start, end), (top, bottom) = (values[[parents[node], node]] for values in (depths, heights))
+            bend, kept = start + 0.45, kind != "drafted"
+            line = ":" if kind == "bonus" else "-"
+            axes.plot(
+                [start, bend, bend, end], [top, top, bottom, bottom], line, color=edge, lw=1 + kept, zorder=1 + kept / 2
+            )
+        box = {"boxstyle": "round,pad=0.3", "fc": fill, "ec": edge, "lw": 1.4}
+        at = depths[node], heights[node]
+        axes.text(*at, label, ha="center", va="center", family="monospace", fontsize="small", color=text, bbox=box)
+    axes.set(xlabel="depth", xlim=(-0.4, depths.max() + 0.4), ylim=(heights.max() + 0.7, -0.7), yticks=[])
+    axes.set_xticks(range(int(depths.max()) + 1))
+    axes.spines[["left", "right", "top"]].set_visible(False)
+    return axes
+
+
+def _tree_layout(parents: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Depth and height of each node: a first child continues its parent's line, each leaf has a line of its own."""
+    depths, heights, lines = np.zeros(len(parents)), np.zeros(len(parents)), 0
+    stack = [(0, 0)]
+    while stack:
+        node, depth = stack.pop()
+        depths[node], heights[node] = depth, lines
+        children = np.flatnonzero(parents == node)
+        lines += not len(children)
+        stack += [(int(child), depth + 1) for child in children[::-1]]
+    return depths, heights
+
+
 def _colors(count: int) -> list[str]:
     return [ACCENTS[i % len(ACCENTS)] for i in range(count)]
 

@@ -74,13 +74,11 @@ def verify_bundle(path: Path, cases: list[GoldenCase], device: str = "auto") -> 
 
 def check_ar(cases: list[GoldenCase], plain: list[Generation]) -> Check:
     """Plain decoding: golden tokens, and logits within the tolerance. Of several prompts, the worst is shown."""
-    equal = [_equal_tokens(case, generation) for case, generation in zip(cases, plain, strict=True)]
-    length = len(cases[0].tokens)
-    difference = max(
-        logit_differences(case, generation).max(initial=0.0) for case, generation in zip(cases, plain, strict=True)
-    )
-    exact = min(equal) == length
-    detail = f"tokens={min(equal)}/{length} {'exact' if exact else 'DIFFER'}  max_abs_logit_diff={difference:.1e}"
+    pairs = list(zip(cases, plain, strict=True))
+    equal, length = min(((_equal_tokens(*pair), len(pair[0].tokens)) for pair in pairs), key=lambda n: n[0] - n[1])
+    difference = np.max([logit_differences(*pair).max(initial=0.0) for pair in pairs])  # NaN, if one is
+    exact = equal == length
+    detail = f"tokens={equal}/{length} {'exact' if exact else 'DIFFER'}  max_abs_logit_diff={difference:.1e}"
     return Check("model_ar", exact and bool(difference <= LOGIT_TOLERANCE), f"{detail}  prompts={len(cases)}")
 
 
@@ -90,8 +88,8 @@ def check_speculation(
     """A speculative decoder: golden tokens, and the very bits of plain decoding's logits."""
     length = len(cases[0].tokens)
     claims: dict[str, Callable[[GoldenCase, Generation, Generation], bool]] = {
-        "AR==golden": lambda case, ar, _: _equal_tokens(case, ar) == length,
-        f"{decoder.upper()}==golden": lambda case, _, own: _equal_tokens(case, own) == length,
+        "AR==golden": lambda case, ar, _: case.tokens.tolist() == ar.tokens,
+        f"{decoder.upper()}==golden": lambda case, _, own: case.tokens.tolist() == own.tokens,
         "greedy-exact": lambda _, ar, own: np.array_equal(ar.logits, own.logits),  # type: ignore[arg-type]
     }
     failed = [name for name, holds in claims.items() if not all(map(holds, cases, plain, drafted))]
@@ -113,4 +111,5 @@ def logit_differences(case: GoldenCase, generation: Generation) -> np.ndarray:
 def _equal_tokens(case: GoldenCase, generation: Generation) -> int:
     """Tokens that agree before the first that does not."""
     pairs = zip(case.tokens.tolist(), generation.tokens, strict=False)
-    return next((i for i, (golden, own) in enumerate(pairs) if golden != own), min(len(case.tokens), len(generation.tokens)))
+    shorter = min(len(case.tokens), len(generation.tokens))
+    return next((i for i, (golden, own) in enumerate(pairs) if golden != own), shorter)

@@ -96,6 +96,11 @@ def decode(
     while len(generation.tokens) < limit:
         depth_limit = limit - len(generation.tokens) - 1
         tree = draft(decoder, drafter, np.array(committed, np.int32), node_budget, depth_limit)
+        if not 0 <= tree.tokens.min() <= tree.tokens.max() < model.config.vocab_size:
+            raise ValueError(
+                f"decode: the drafter proposed token ids {tree.tokens[1:].min()}..{tree.tokens[1:].max()}, "
+                f"expected 0 to {model.config.vocab_size - 1}, the target's vocabulary"
+            )
         logits = model.forward(tree.tokens, tree.parents, tree.depths, cache).logits
         targets = choose_tokens(logits, cache.length + tree.depths, temperature, seed)
         path, bonus = tree_accept(tree.tokens, tree.parents, targets)

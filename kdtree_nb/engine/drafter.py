@@ -32,13 +32,15 @@ class PromptLookup:
     """
 
     def __init__(self, length: int = 7, width: int = 8, longest_match: int = 12) -> None:
-        if min(length, width, longest_match) < 1:
+        if min(length, width, longest_match) < 1 or longest_match > 512:  # 2^longest_match votes are a float
             raise ValueError(
-                f"PromptLookup: length={length}, width={width}, longest_match={longest_match}, expected 1 or more each"
+                f"PromptLookup: length={length}, width={width}, longest_match={longest_match}, "
+                "expected 1 or more each, and at most 512 tokens of context"
             )
         self.length, self.width, self.longest_match = length, width, longest_match
 
     def propose(self, tokens: np.ndarray) -> Proposal:
+        """As :meth:`Drafter.propose`; a position that nothing votes for, and all after it, are −inf."""
         log_probs = np.full((self.length, self.width), -np.inf, np.float32)
         token_ids = np.zeros((self.length, self.width), np.int32)
         ends = np.flatnonzero(tokens[:-1] == tokens[-1])
@@ -78,11 +80,14 @@ class Oracle:
     ) -> None:
         if not 1 <= width < vocab_size:
             raise ValueError(f"Oracle: width={width}, expected 1 or more and below vocab_size={vocab_size}")
+        if not 0 <= hit_rate <= 1:
+            raise ValueError(f"Oracle: hit_rate={hit_rate}, expected 0 to 1")
         self.answer = np.asarray(answer, np.int32)
         self.vocab_size, self.length, self.width = vocab_size, length, width
         self.hit_rate, self.seed = hit_rate, seed
 
     def propose(self, tokens: np.ndarray) -> Proposal:
+        """As :meth:`Drafter.propose`; beyond the answer's end, 0 counts as right."""
         token_ids = np.empty((self.length, self.width), np.int32)
         for depth in range(self.length):
             position = len(tokens) + depth

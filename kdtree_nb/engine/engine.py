@@ -1,5 +1,6 @@
 """The front door: load a bundle, generate."""
 
+import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -15,8 +16,11 @@ from kdtree_nb.engine.weights import Weights
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
+_SURROGATE = re.compile("[\ud800-\udfff]")  # what undecodable bytes of a command line become
 DEVICES = ("auto", "cpu")
 MAX_NODE_BUDGET = 1024
+LOWEST_TEMPERATURE = 1e-6
+"""Above 0. The text is the greedy one long before, and logits / temperature stays far from overflow."""
 
 
 class Engine:
@@ -51,7 +55,7 @@ class Engine:
         bundle = Bundle.open(path)
         longest = bundle.config.max_position_embeddings
         capacity = longest if capacity is None else capacity
-        if not 2 <= capacity <= longest:
+        if not (isinstance(capacity, int | np.integer) and 2 <= capacity <= longest):
             raise ValueError(f"Engine.load: capacity={capacity}, expected 2 to max_position_embeddings={longest}")
         return cls(bundle, capacity)
 
@@ -64,7 +68,10 @@ class Engine:
             path = self.bundle.path.parent / self.bundle.tokenizer
             if not path.is_file():
                 raise FileNotFoundError(f"{self.bundle.path} names the tokenizer {path.name}, which is not beside it")
-            self._tokenizer = Tokenizer.from_file(str(path))
+            try:
+                self._tokenizer = Tokenizer.from_file(str(path))
+            except Exception as error:  # the library raises no narrower class
+                raise ValueError(f"{path} is not a tokenizer: {error}") from error
         return self._tokenizer
 
     def generate(
@@ -105,18 +112,21 @@ class Engine:
         ValueError
             For a bad argument, named with its value.
         """
-        token_ids = self._token_ids(prompt)
+        token_ids, tokenizer = self._token_ids(prompt), self.tokenizer
         _require(decoder in DECODERS, f"decoder={decoder!r}", f"one of {', '.join(DECODERS)}")
-        _require(0 <= node_budget <= MAX_NODE_BUDGET, f"node_budget={node_budget}", f"0 to {MAX_NODE_BUDGET}")
-        _require(max_new_tokens >= 1, f"max_new_tokens={max_new_tokens}", "1 or more")
-        _require(0 <= temperature < np.inf, f"temperature={temperature}", "0 or a finite number above it")
-        _require(0 <= seed < 2**64, f"seed={seed}", "0 to 2^64 - 1")
+        _require_whole("node_budget", node_budget, 0, MAX_NODE_BUDGET)
+        _require_whole("max_new_tokens", max_new_tokens, 1, np.inf)
+        _require_whole("seed", seed, 0, 2**64 - 1)
+        usable = isinstance(temperature, float | int | np.floating) and (
+            temperature == 0 or LOWEST_TEMPERATURE <= temperature < np.inf
+        )
+        _require(usable, f"temperature={temperature!r}", f"0, or a finite number from {LOWEST_TEMPERATURE}")
         generation = decode(
             self.model,
             token_ids,
             self.capacity,
             decoder,
-            drafter or PromptLookup(),
+            PromptLookup() if drafter is None else drafter,
             node_budget,
             max_new_tokens,
             temperature,
@@ -124,17 +134,19 @@ class Engine:
             on_token,
             keep_logits,
         )
-        if self.tokenizer is not None:
-            generation.text = self.tokenizer.decode(generation.tokens)
+        if tokenizer is not None:
+            generation.text = tokenizer.decode(generation.tokens)
         return generation
 
     def _token_ids(self, prompt: str | Sequence[int] | np.ndarray) -> np.ndarray:
         if isinstance(prompt, str):
             if self.tokenizer is None:
                 raise ValueError(f"{self.bundle.path} names no tokenizer: give the prompt as token ids")
+            _require(not _SURROGATE.search(prompt), f"prompt {prompt[:40]!r} with lone surrogates", "Unicode text")
             prompt = self.tokenizer.encode(prompt).ids
         token_ids = np.asarray(prompt)
-        _require(token_ids.ndim == 1 and len(token_ids) > 0, f"prompt of shape {list(token_ids.shape)}", "1 token or more")
+        listed = token_ids.ndim == 1 and len(token_ids) > 0
+        _require(listed, f"prompt of shape {list(token_ids.shape)}", "a list of 1 token or more")
         _require(np.issubdtype(token_ids.dtype, np.integer), f"prompt of dtype {token_ids.dtype}", "whole numbers")
         _require(
             0 <= token_ids.min() and token_ids.max() < self.config.vocab_size,
@@ -148,3 +160,8 @@ class Engine:
 def _require(holds: bool, what: str, expected: str) -> None:
     if not holds:
         raise ValueError(f"generate: {what}, expected {expected}")
+
+
+def _require_whole(name: str, value: int, lowest: int, highest: float) -> None:
+    whole = isinstance(value, int | np.integer) and lowest <= value <= highest
+    _require(whole, f"{name}={value!r}", f"a whole number from {lowest} to {highest}")

@@ -16,7 +16,7 @@ from kdtree_nb.reference.rope import apply_rope, rope, softmax_scale
 
 
 class ForwardPass(NamedTuple):
-    """``logits`` float32 [rows asked for, vocab]; ``features`` float32 [taps, N, hidden], the tapped layers' outputs."""
+    """``logits`` float32 [rows asked for, vocab]; ``features`` float32 [taps, N, hidden], tapped layers' outputs."""
 
     logits: np.ndarray
     features: np.ndarray

@@ -3,7 +3,7 @@
 import numpy as np
 
 from kdtree_nb.bundle import Bundle
-from kdtree_nb.reference.linear import Tiles, linear, tile
+from kdtree_nb.reference.linear import COLUMNS, Tiles, linear, tile
 
 
 class Weights:
@@ -16,6 +16,7 @@ class Weights:
     def __init__(self, bundle: Bundle) -> None:
         self._bundle = bundle
         self._shapes = bundle.config.weight_shapes()
+        self._tied = bundle.config.tie_word_embeddings
         self._vectors: dict[str, np.ndarray] = {}
         self._embedding: np.ndarray | None = None
         self._tiles: dict[tuple[str, ...], Tiles] = {}
@@ -30,9 +31,12 @@ class Weights:
         return np.split(outputs, np.cumsum([self._shapes[name][0] for name in names])[:-1], axis=1)
 
     def _product(self, x: np.ndarray, names: tuple[str, ...]) -> np.ndarray:
+        return linear(x, self._tiled(names))
+
+    def _tiled(self, names: tuple[str, ...]) -> Tiles:
         if names not in self._tiles:
             self._tiles[names] = tile(np.concatenate([self.matrix(name) for name in names]))
-        return linear(x, self._tiles[names])
+        return self._tiles[names]
 
     def matrix(self, name: str) -> np.ndarray:
         """A weight as float32 [out, in]; loaded anew at each call, for those that re-arrange it."""
@@ -45,7 +49,9 @@ class Weights:
         return self._vectors[name]
 
     def embed(self, token_ids: np.ndarray) -> np.ndarray:
-        """Rows of the embedding, float32 [tokens, hidden]; the table keeps its stored dtype."""
+        """Rows of the embedding, float32 [tokens, hidden]; the table keeps its stored dtype, or is the head's tiles."""
+        if self._tied:
+            return self._tiled(("model.embed_tokens",)).values[token_ids // COLUMNS, :, token_ids % COLUMNS]
         if self._embedding is None:
             self._embedding = self._bundle["model.embed_tokens"]
         return self._embedding[token_ids].astype(np.float32)

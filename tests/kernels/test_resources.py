@@ -1,0 +1,45 @@
+"""Every kernel compiles for every GPU that we name, with no GPU here, and keeps its numbers in registers."""
+
+from importlib.resources import files
+
+import pytest
+
+from kdtree_nb.kernels.nvrtc import compile_cubin, find_nvrtc
+from kdtree_nb.kernels.source import read_source
+
+ARCHS = ("sm_80", "sm_90a", "sm_100", "sm_120")
+FLOATS = ("float", "__half", "__nv_bfloat16")
+PACKED = {"WEIGHT": "Int4Weight<__nv_bfloat16>", "VALUE": "uint4", "SCALE": "__nv_bfloat16"}
+DENSE = {"WEIGHT": "DenseWeight<__half>", "VALUE": "__half", "SCALE": "float"}
+NO_DEFINES: list[dict[str, str]] = [{}]
+VARIANTS = {path.name: NO_DEFINES for path in files("kdtree_nb.kernels").iterdir() if path.name.endswith(".cu")} | {
+    "w4a16_gemm.cu": [{"SCALE": name} for name in reversed(FLOATS)],
+    "dense_gemm.cu": [{"WEIGHT": name} for name in reversed(FLOATS)],
+    "moe.cu": [PACKED, DENSE],
+}
+"""By source, its defines: the first for every architecture, the others for one."""
+CASES = [
+    pytest.param(file, arch, defines, id=f"{file}-{arch}" if first else f"{file}-{arch}-{'-'.join(defines.values())}")
+    for file, variants in sorted(VARIANTS.items())
+    for defines in variants
+    for first in [defines is variants[0]]
+    for arch in (ARCHS if first else ["sm_90a"])
+]
+
+SPILLS: dict[str, str] = {}
+"""Kernels that may spill or keep an array in memory, each with the reason."""
+MOST_THREADS = {"top_k": 1024}
+"""Of a block, where it is not 256."""
+
+
+@pytest.mark.skipif(find_nvrtc() is None, reason="no NVRTC here: pip install 'kdtree_nb[test]'")
+@pytest.mark.parametrize(("file", "arch", "defines"), CASES)
+def test_compiles_and_does_not_spill(file, arch, defines, record_property):
+    source = read_source(file)
+    resources = compile_cubin(source, arch, defines).resources
+    assert set(resources) == set(source.kernels)
+    for kernel, used in resources.items():
+        record_property("resources", (kernel, arch, used.registers, used.spills, used.shared))
+        assert kernel in SPILLS or used.spills == used.stack == 0, f"{kernel}: {used}"
+        assert used.registers * MOST_THREADS.get(kernel, 256) <= 65_536, f"{kernel} cannot be launched: {used}"
+        assert used.shared <= 48 * 1024, f"{kernel}: {used}"

@@ -1,0 +1,162 @@
+"""Draft trees: the specification's to the bit, in every corner of its order."""
+
+import numpy as np
+import pytest
+from helpers import assert_same_bits
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kdtree_nb.kernels.tree_build import MAX_BUDGET, tree_build
+from kdtree_nb.reference.tree import DraftTree
+from kdtree_nb.reference.tree import tree_build as specification
+
+
+def run(device, log_probs, node_budget, token_ids=None, root: int = 17) -> DraftTree:
+    log_probs = np.asarray(log_probs, np.float32)
+    if token_ids is None:
+        token_ids = ids_of(*log_probs.shape)
+    arrays = device.put([root], np.int32), device.put(log_probs), device.put(token_ids, np.int32)
+    tree = tree_build(*arrays, node_budget)
+    columns = (device.host(column) for column in (tree.tokens, tree.parents, tree.depths))
+    return DraftTree(*columns, num_nodes=int(device.host(tree.num_nodes)[0]))
+
+
+def ids_of(length: int, width: int) -> np.ndarray:
+    """Other ids at every depth, so that rank, token and index never agree for long; 0 is among them."""
+    return np.array([np.roll(np.arange(width)[::-1], depth) for depth in range(length)], np.int32).reshape(length, width)
+
+
+def check(device, log_probs, node_budget) -> DraftTree:
+    log_probs = np.asarray(log_probs, np.float32)
+    tree = run(device, log_probs, node_budget)
+    expected = specification(17, log_probs, ids_of(*log_probs.shape), node_budget)
+    assert tree.num_nodes == expected.num_nodes
+    for name in ("tokens", "parents", "depths"):
+        assert_same_bits(getattr(tree, name), getattr(expected, name))
+    return tree
+
+
+VALUES = {
+    "ties": np.array([0, -0.5, -1, -1.5, -np.inf], np.float32),
+    "rounding": np.log(np.arange(1, 10) / 10).astype(np.float32),
+    "spread": np.random.default_rng(0).uniform(-20, 0, 256).astype(np.float32),
+    "flat": np.array([-1, -1 - 2.0**-23, -1 - 2.0**-22], np.float32),
+}
+
+
+@pytest.mark.parametrize("values", VALUES.values(), ids=VALUES.keys())
+def test_against_the_specification(device, values):
+    @settings(max_examples=300, deadline=None)
+    @given(st.integers(1, 6), st.integers(1, 7), st.integers(0, 80), st.integers(0, 2**32 - 1))
+    def check_one(length, width, node_budget, seed):
+        log_probs = np.random.default_rng(seed).choice(values, (length, width))
+        check(device, -np.sort(-log_probs, axis=1), node_budget)
+
+    check_one()
+
+
+@pytest.mark.parametrize("node_budget", [31, 32, 33, 63, 64, 255, 256, 511, MAX_BUDGET])
+@pytest.mark.parametrize("kind", ["drafter", "uniform"])
+def test_budgets(device, kind, node_budget):
+    """32 positions with min(B, 1024) ranks each; uniform ones make every score of a depth a tie."""
+    rng = np.random.default_rng(node_budget)
+    width = node_budget if kind == "drafter" else 6
+    logits = rng.normal(0, 4, (32, width)) if kind == "drafter" else np.zeros((32, width))
+    log_probs = logits - np.log(np.exp(logits).sum(axis=1, keepdims=True))
+    check(device, -np.sort(-log_probs.astype(np.float32), axis=1), node_budget)
+
+
+def test_the_deepest_and_the_widest(device):
+    """A chain of 32 nodes, then a frontier that grows with every node."""
+    assert check(device, np.zeros((32, 1)), 40).num_nodes == 33
+    assert check(device, np.zeros((1, 1500)), MAX_BUDGET).num_nodes == MAX_BUDGET + 1
+    deep = check(device, np.tile(np.float32([-1e-3, -5]), (600, 1)), 700)
+    assert deep.depths.max() == 600
+
+
+@pytest.mark.parametrize(
+    ("rows", "node_budget", "nodes"),
+    [
+        ([[-0.1, -2, -3]], 2, 2),
+        ([[-0.1], [-2], [-3]], 2, 2),
+        ([[-0.1, -2], [-0.1, -2]], 0, 0),
+        ([[-0.1, -2]], 5, 2),
+        ([[0, -np.inf, -np.inf]] * 2, 5, 2),
+        ([[-0.1, -3], [-np.inf] * 2, [-0.1, -3]], 5, 2),
+        ([[-np.inf] * 2, [-0.1, -3]], 3, 0),
+        ([[-0.0, 0.0], [0.0, -0.0]], 4, 4),
+        ([[-1e4, -1e4]], 2, 2),
+        ([[-3e38, -3.2e38], [-3e38, -3.2e38]], 9, 2),
+        ([[np.log(0.25)] * 4] * 3, 6, 6),
+        (np.log([[0.7, 0.15, 0.08, 0.04, 0.02, 0.01]] * 4), 16, 16),
+        (np.zeros((0, 3)), 2, 0),
+        (np.zeros((2, 0)), 2, 0),
+    ],
+    ids=[
+        "L=1", "K=1", "B=0", "B beyond what exists", "[0, -inf, -inf], B=5", "a row of -inf", "nothing but the root",
+        "-0 ties with 0", "improbable", "scores that overflow", "uniform 3x4", "float32 sums along the path", "L=0", "K=0",
+    ],
+)  # fmt: skip
+def test_corners(device, rows, node_budget, nodes):
+    assert check(device, rows, node_budget).num_nodes == 1 + nodes
+
+
+def test_nan_counts_as_impossible(device):
+    log_probs = np.float32([[-0.5, -1, -np.inf, -np.inf], [-0.5, -1, -2, -np.inf], [-np.inf] * 4])
+    expected = check(device, log_probs, 20)
+    tree = run(device, np.where(log_probs == -np.inf, np.nan, log_probs), 20)
+    assert tree.num_nodes == expected.num_nodes
+    for name in ("tokens", "parents", "depths"):
+        assert_same_bits(getattr(tree, name), getattr(expected, name))
+    assert run(device, np.full((2, 2), np.nan), 3).parents.tolist() == [-1] * 4
+
+
+def test_token_id_zero_is_a_token_and_not_padding(device):
+    tree = run(device, np.full((2, 2), -0.7), 8, [[0, 5], [5, 0]], root=0)
+    assert tree.tokens.tolist() == [0, 0, 5, 5, 0, 5, 0, -1, -1]
+    assert tree.parents.tolist() == [-1, 0, 0, 1, 1, 2, 2, -1, -1]
+    assert tree.depths.tolist() == [0, 1, 1, 2, 2, 2, 2, -1, -1]
+
+
+@pytest.mark.parametrize("rows", [[[-3, -2, -1]] * 3, [[5, 4, 3]] * 3, [[np.inf, 1, -1]] * 3], ids=["ascending", "positive", "inf"])
+def test_what_is_no_distribution_still_gives_a_tree(device, rows):
+    """The device does not check its input; the walk and the attention after it need a tree all the same."""
+    tree = run(device, rows, 30)
+    nodes = np.arange(1, tree.num_nodes)
+    assert (tree.parents[nodes] >= 0).all() and (tree.parents[nodes] < nodes).all()
+    assert (tree.depths[nodes] == tree.depths[tree.parents[nodes]] + 1).all()
+    assert len(set(zip(tree.parents[nodes].tolist(), tree.tokens[nodes].tolist(), strict=True))) == len(nodes)
+
+
+def test_any_order_of_threads(device):
+    log_probs = -np.sort(np.random.default_rng(1).integers(0, 5, (5, 40)) / 2, axis=1)
+    arrays = device.put([3], np.int32), device.put(log_probs, np.float32), device.put(ids_of(5, 40))
+
+    def build():
+        tree = tree_build(*arrays, 100)
+        return tree.tokens, tree.parents, tree.depths, tree.num_nodes
+
+    device.every_schedule(build)
+
+
+def test_numpy_arrays_take_the_specification():
+    log_probs = np.log(np.float32([[0.7, 0.3], [0.6, 0.4]]))
+    tree = tree_build(np.array([17], np.int32), log_probs, ids_of(2, 2), 5)
+    expected = specification(17, log_probs, ids_of(2, 2), 5)
+    assert tree.num_nodes == expected.num_nodes and tree.tokens.tolist() == expected.tokens.tolist()
+
+
+def test_refuses(device):
+    def build(log_probs: tuple, token_ids: tuple, node_budget: int, dtype: type = np.float32):
+        tables = device.empty(log_probs, dtype), device.empty(token_ids, np.int32)
+        return tree_build(device.empty(1, np.int32), *tables, node_budget)
+
+    with pytest.raises(ValueError, match=r"tree_build: log_probs \[1, 2\] and token_ids \[1, 3\], expected the same \[L, K\]"):
+        build((1, 2), (1, 3), 2)
+    with pytest.raises(ValueError, match=r"tree_build: log_probs \[2\] and token_ids \[2\], expected the same \[L, K\]"):
+        build((2,), (2,), 2)
+    for budget in (-1, MAX_BUDGET + 1):
+        with pytest.raises(ValueError, match=rf"tree_build: node_budget={budget}, expected 0 to 1024"):
+            build((1, 2), (1, 2), budget)
+    with pytest.raises(TypeError, match=r"tree_build: .*'log_probs' is float64"):
+        build((1, 2), (1, 2), 2, np.float64)
