@@ -1,0 +1,95 @@
+// choose_tokens: the target's token after each row of logits: the argmax, or a sample of the softmax.
+//
+// Idea      A sample inverts the cumulative distribution, in fp64, at a random number that belongs to the row's
+//           position: Philox4x64-10 with the position as counter, NumPy's generator to the bit. Each thread sums one
+//           stretch of the vocabulary, thread 0 the stretches, and the thread whose stretch it is finds the token.
+// Grid      (N), 256 threads.
+// Invariant a row depends on its logits, its position and the seed; every sum has a fixed order.
+constexpr int THREADS = 256;
+
+typedef unsigned long long Word;
+
+// The first number in [0, 1) that numpy.random.Philox(counter=position, key=seed) gives.
+__device__ double uniform(Word seed, Word position)
+{
+    Word counter[4] = {position + 1, 0, 0, 0};  // NumPy counts before it draws
+    Word key[2] = {seed, 0};
+    for (int round = 0; round < 10; ++round) {
+        const Word a = 0xD2E7470EE14C6C93ull, b = 0xCA5A826395121157ull;
+        const Word high_a = __umul64hi(a, counter[0]), low_a = a * counter[0];
+        const Word high_b = __umul64hi(b, counter[2]), low_b = b * counter[2];
+        counter[0] = high_b ^ counter[1] ^ key[0];
+        counter[1] = low_b;
+        counter[2] = high_a ^ counter[3] ^ key[1];
+        counter[3] = low_a;
+        key[0] += 0x9E3779B97F4A7C15ull;
+        key[1] += 0xBB67AE8584CAA73Bull;
+    }
+    return double(counter[0] >> 11) * (1.0 / 9007199254740992.0);
+}
+
+extern "C" __global__ void choose_tokens(const float* __restrict__ logits,    // [N, vocab]
+                                         const int* __restrict__ prefix_len,  // [1]
+                                         const int* __restrict__ depths,      // [N], −1 in padding
+                                         int* __restrict__ targets,           // [N]
+                                         int vocab, double temperature, unsigned long long seed)
+{
+    __shared__ float best_logit[THREADS];
+    __shared__ int best_id[THREADS];
+    __shared__ double sums[THREADS];
+    const float* row = logits + size_t(blockIdx.x) * vocab;
+    const int thread = threadIdx.x;
+
+    float best = -INFINITY;
+    int id = thread;
+    for (int i = thread; i < vocab; i += THREADS)
+        if (row[i] > best) {
+            best = row[i];
+            id = i;
+        }
+    best_logit[thread] = best;
+    best_id[thread] = id;
+    for (int step = THREADS / 2; step > 0; step /= 2) {
+        __syncthreads();
+        const int other = thread + step;
+        if (thread < step && (best_logit[other] > best_logit[thread] ||
+                              (best_logit[other] == best_logit[thread] && best_id[other] < best_id[thread]))) {
+            best_logit[thread] = best_logit[other];
+            best_id[thread] = best_id[other];
+        }
+    }
+    __syncthreads();
+    if (temperature == 0) {
+        if (thread == 0)
+            targets[blockIdx.x] = best_id[0];
+        return;
+    }
+
+    const double highest = best_logit[0];
+    const int stretch = (vocab + THREADS - 1) / THREADS, first = thread * stretch;
+    const int end = min(first + stretch, vocab);
+    double sum = 0;
+    for (int i = first; i < end; ++i)
+        sum += exp((row[i] - highest) / temperature);
+    sums[thread] = sum;
+    __syncthreads();
+    if (thread == 0) {
+        for (int t = 1; t < THREADS; ++t)
+            sums[t] += sums[t - 1];
+        targets[blockIdx.x] = vocab - 1;
+    }
+    __syncthreads();
+    const double threshold = uniform(seed, *prefix_len + max(depths[blockIdx.x], 0)) * sums[THREADS - 1];
+    const double before = thread ? sums[thread - 1] : 0;
+    if (before <= threshold && threshold < sums[thread]) {
+        double cumulative = before;
+        int token = vocab - 1;
+        for (int i = first; i < end && cumulative <= threshold; ++i) {
+            const double weight = exp((row[i] - highest) / temperature);
+            cumulative += weight;
+            if (weight > 0)  // the last of the stretch that can be chosen, should its sum round to the threshold
+                token = i;
+        }
+        targets[blockIdx.x] = token;
+    }
+}

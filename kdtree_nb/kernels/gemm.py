@@ -1,0 +1,50 @@
+"""What wrappers share: the launch of ``include/gemm.cuh``, checks, sizes and strides."""
+
+import numpy as np
+from ml_dtypes import bfloat16
+
+from kdtree_nb.kernels.launch import Array, Kernel, array_module, c_type, pointer
+
+ROWS, OUTPUTS, THREADS = 8, 32, 256
+"""Of a block, as in ``gemm.cuh``."""
+
+
+def check_rows(kernel: str, x: Array, in_features: int, stack: tuple[int, ...] = ()) -> None:
+    """Raise a ValueError unless x is [*stack, rows, in_features] with contiguous rows."""
+    if x.ndim != len(stack) + 2 or (*x.shape[:-2], x.shape[-1]) != (*stack, in_features):
+        expected = ", ".join(map(str, (*stack, "rows", in_features)))
+        raise ValueError(f"{kernel}: x {list(x.shape)}, expected [{expected}]")
+    if x.size and x.shape[-1] > 1 and x.strides[-1] != x.itemsize:
+        raise ValueError(f"{kernel}: the rows of x are not contiguous (strides {x.strides})")
+
+
+def launch_gemm(kernel: Kernel, x: Array, weight: tuple[Array, ...], out_features: int) -> Array:
+    """Multiply x [stack, rows, in], whose rows may lie apart, with a stack of weights.
+
+    The result [stack, rows, out] is laid out as [rows, stack, out]: a token's heads lie together.
+    """
+    stack, rows, in_features = x.shape
+    y = array_module(x).empty((rows, stack, out_features), np.float32).swapaxes(0, 1)
+    if y.size:
+        sizes = [np.int32(n) for n in (rows, out_features, in_features)]
+        strides = [elements(x, 1), elements(x, 0), elements(y, 1), elements(y, 0)]
+        grid = (-(-rows // ROWS), -(-out_features // OUTPUTS), stack)
+        kernel(grid, (THREADS,), (pointer(x), *weight, pointer(y), *sizes, *strides))
+    return y
+
+
+def float_type(kernel: str, name: str, x: Array) -> str:
+    """The name in CUDA of a weight's or its scales' elements, or a TypeError if they are of no such type."""
+    if x.dtype not in (np.float32, np.float16, bfloat16, np.uint16):
+        raise TypeError(f"{kernel}: {name} is {x.dtype.name}, expected float32, bfloat16 (or its bits as uint16) or float16")
+    return c_type(x)
+
+
+def threads_for(columns: int, most: int = 256) -> int:
+    """Threads of a block that works on one row: whole warps, no more than the row has columns or ``most``."""
+    return min(most, max(1, -(-columns // 32)) * 32)
+
+
+def elements(x: Array, axis: int) -> np.int64:
+    """How many elements lie from one index of an axis to the next."""
+    return np.int64(x.strides[axis] // x.itemsize)

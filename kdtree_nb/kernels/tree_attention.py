@@ -1,0 +1,63 @@
+"""Attention of a draft tree's nodes over the latent cache."""
+
+import numpy as np
+
+from kdtree_nb.kernels.launch import Array, Kernel, array_module, runs_cuda
+from kdtree_nb.reference import attention as reference
+
+SPLIT, HEADS, THREADS = 512, 8, 256
+"""Positions in a split, heads and threads in a block, as in ``tree_attention.cu``."""
+MAX_KV_LORA = 1024
+_attend_split, _combine_splits = (Kernel("tree_attention.cu", name) for name in ("attend_split", "combine_splits"))
+
+
+def tree_attention(
+    queries: Array,
+    cache: Array,
+    prefix_len: Array,
+    parents: Array,
+    depths: Array,
+    kv_lora_rank: int,
+    scale: float,
+) -> Array:
+    """Absorbed MLA attention to prefix, ancestors and self: :func:`kdtree_nb.reference.attention.tree_attention`.
+
+    Parameters
+    ----------
+    queries : float32 [N, heads, kv_lora + rope]
+    cache : float32 [capacity, kv_lora + rope]
+        One layer's; node i in row prefix_len + i.
+    prefix_len : int32 [1]
+    parents, depths : int32 [N]
+        −1 in padding, whose rows come back as zeros.
+
+    Returns
+    -------
+    float32 [N, heads, kv_lora]
+    """
+    if queries.ndim != 3 or cache.shape != (len(cache), queries.shape[2]) or not parents.shape == depths.shape == queries.shape[:1]:
+        raise ValueError(
+            f"tree_attention: queries {list(queries.shape)}, cache {list(cache.shape)}, parents {list(parents.shape)}, "
+            f"depths {list(depths.shape)} do not fit"
+        )
+    if not runs_cuda(queries):
+        return reference.tree_attention(queries, cache, int(prefix_len[0]), parents, kv_lora_rank, scale)
+    nodes, heads, latent = queries.shape
+    if not 0 < kv_lora_rank <= min(latent, MAX_KV_LORA):
+        raise ValueError(f"tree_attention: kv_lora_rank={kv_lora_rank}, expected 1 to {min(latent, MAX_KV_LORA)}")
+    xp, splits = array_module(queries), -(-len(cache) // SPLIT)
+    output = xp.empty((nodes, heads, kv_lora_rank), np.float32)
+    if not output.size:
+        return output
+    partial = xp.empty((nodes, splits, heads, kv_lora_rank), np.float32)
+    stats = xp.empty((nodes, splits, heads, 2), np.float32)
+    _attend_split(
+        (nodes, splits, -(-heads // HEADS)),
+        (THREADS,),
+        (queries, cache, prefix_len, parents, depths, partial, stats)
+        + (np.int32(heads), np.int32(kv_lora_rank), np.int32(latent), np.float32(scale)),
+        shared_bytes=HEADS * latent * 4,
+    )
+    sizes = (np.int32(splits), np.int32(kv_lora_rank))
+    _combine_splits((nodes, heads), (128,), (partial, stats, prefix_len, depths, output, *sizes))
+    return output
