@@ -39,10 +39,10 @@ class Device(NamedTuple):
             For another name, or for ``cuda`` without a GPU.
         """
         if name not in DEVICES:
-            raise ValueError(f"device={name!r}, expected one of {', '.join(DEVICES)}")
+            raise ValueError(f"Engine.load: device={name!r}, expected one of {', '.join(DEVICES)}")
         if name == "cuda" or (name == "auto" and cuda_available()):
             if not cuda_available():
-                raise ValueError("device='cuda': CuPy finds no GPU; `python -m kdtree_nb doctor` says what is missing")
+                raise ValueError("Engine.load: device='cuda', but CuPy finds no GPU; `python -m kdtree_nb doctor` says what is missing")
             import cupy
 
             return cls("cuda", cupy)
