@@ -22,7 +22,7 @@ app = typer.Typer(
 out, err = Console(highlight=False, width=None if sys.stdout.isatty() else 120), Console(stderr=True, highlight=False)
 
 BundlePath = Annotated[Path, typer.Argument(help="A .kdtr file, a .kdtr.index.json, or the folder of one.")]
-Device = Annotated[str, typer.Option(help="auto or cpu.")]
+Device = Annotated[str, typer.Option(help="auto, cuda, cpu or emulated (the CUDA source, run on this CPU).")]
 
 
 @app.command()

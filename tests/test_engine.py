@@ -469,8 +469,8 @@ BAD_ARGUMENTS: list[tuple[str, object, str]] = [
     ("seed", 1.5, "seed=1.5, expected a whole number"),
 ]
 BAD_LOADS: list[tuple[str, object, str]] = [
-    ("device", "tpu", "device='tpu', expected one of auto, cpu"),
-    ("device", None, "device=None, expected one of auto, cpu"),
+    ("device", "tpu", "device='tpu', expected one of auto, cuda, cpu, emulated"),
+    ("device", None, "device=None, expected one of auto, cuda, cpu, emulated"),
     ("capacity", 1, "capacity=1, expected 2 to max_position_embeddings=1024"),
     ("capacity", -4, "capacity=-4, expected 2 to"),
     ("capacity", 1025, "capacity=1025, expected 2 to"),

@@ -219,11 +219,12 @@ def test_a_wrong_model_of_the_same_shape_is_seen(tmp_path: Path) -> None:
 
 forward_pass, tree_attention = engine_model.Model.forward, engine_model.tree_attention
 linear, softmax_scale, tree_accept = weights.linear, engine_model.softmax_scale, decode.tree_accept
-rotate, cache_commit, cache_write = engine_model.apply_rope, cache.cache_commit, cache.LatentCache.write
+rope, swiglu, latent_write = engine_model.rope, engine_model.swiglu, engine_model.latent_write
+cache_commit = cache.cache_commit
 
 
 def positions_by_slot(self, tokens, parents, depths, *args, **options):
-    return forward_pass(self, tokens, parents, np.arange(len(tokens)), *args, **options)
+    return forward_pass(self, tokens, parents, np.arange(len(tokens), dtype=np.int32), *args, **options)
 
 
 def all_earlier_nodes_visible(queries, rows, prefix_len, parents, *rest):
@@ -239,61 +240,68 @@ def siblings_visible(queries, rows, prefix_len, parents, *rest):
     return tree_attention(queries, rows, prefix_len, shifted, *rest)
 
 
-def ancestors_hidden(queries, rows, prefix_len, parents, *rest):
+def ancestors_hidden(queries, rows, prefix_len, parents, depths, *rest):
     """A node sees the root and the row after it in place of its path."""
+    first, pair = np.array([-1], np.int32), np.array([-1, 0], np.int32)
     return np.concatenate(
-        [tree_attention(queries[:1], rows, prefix_len, parents[:1], *rest)]
+        [tree_attention(queries[:1], rows, prefix_len, first, first + 1, *rest)]
         + [
-            tree_attention(np.stack([queries[0], queries[i]]), rows, prefix_len, np.array([-1, 0]), *rest)[1:]
+            tree_attention(np.stack([queries[0], queries[i]]), rows, prefix_len, pair, pair + 1, *rest)[1:]
             for i in range(1, len(parents))
         ]
     )
 
 
-def commit_first_rows(rows, prefix_len, path):
-    cache_commit(rows, prefix_len, np.arange(len(path)))
+def position_one_too_high(x, table, prefix_len, depths):
+    return rope(x, table, prefix_len, depths + (prefix_len[0] + depths > 4))
 
 
-def commit_nothing(rows, prefix_len, path):
+def gate_and_up_swapped(gate_up):
+    return swiglu(np.concatenate(np.split(gate_up, 2, axis=1)[::-1], axis=1))
+
+
+def commit_first_rows(rows, prefix_len, path, length):
+    cache_commit(rows, prefix_len, np.arange(len(path)), length)
+
+
+def commit_nothing(rows, prefix_len, path, length):
     pass
 
 
-def commit_backwards(rows, prefix_len, path):
+def commit_backwards(rows, prefix_len, path, length):
     """The right rows in another order: a rotated key knows its position, so only sums change, in their last bits."""
-    cache_commit(rows, prefix_len, path[::-1])
+    cache_commit(rows, prefix_len, path[::-1], length)
 
 
-def accept_any_child(tokens, parents, targets):
-    path, bonus = tree_accept(tokens, parents, targets)
-    children = np.flatnonzero(parents == path[-1])
-    return (np.append(path, children[0]).astype(np.int32), bonus) if len(children) else (path, bonus)
+def accept_any_child(tokens, parents, targets, max_path):
+    accepted = tree_accept(tokens, parents, targets, max_path)
+    children = np.flatnonzero(parents == accepted.path[-1])
+    if not len(children):
+        return accepted
+    path = np.append(accepted.path, children[0]).astype(np.int32)
+    return accepted._replace(path=path, tokens=np.append(accepted.tokens, accepted.tokens[-1]), length=path[:1] * 0 + len(path))
 
 
-def bonus_of_the_root(tokens, parents, targets):
-    path, _ = tree_accept(tokens, parents, targets)
-    return path, int(targets[0])
+def bonus_of_the_root(tokens, parents, targets, max_path):
+    accepted = tree_accept(tokens, parents, targets, max_path)
+    return accepted._replace(tokens=np.append(accepted.tokens[:-1], targets[0]))
 
 
 def row_variant_product(x, weight):
     return linear(x, weight) * np.float32(1 + 1e-6 * (len(x) > 1))
 
 
-def latents_one_row_on(self, layer, latents):
-    """In one layer, each node's latent lies where the next one's belongs."""
-    cache_write(self, layer, np.roll(latents, 1, axis=0) if layer == 2 else latents)
+def latents_one_row_on(compressed, weight, table, prefix_len, depths, rows):
+    """Each node's latent lies where the next one's belongs."""
+    latent_write(np.roll(compressed, 1, axis=0), weight, table, prefix_len, np.roll(depths, 1), rows)
 
 
 MUTATIONS: dict[str, tuple[object, str, Callable, set[str]]] = {
     # what: where, attribute, replacement, the checks that fail
     "softmax scale without m²": (engine_model, "softmax_scale", lambda config: config.qk_head_dim**-0.5, EVERY),
     "softmax scale 0.3 % off": (engine_model, "softmax_scale", lambda c: softmax_scale(c) * 1.003, {"model_ar"}),
-    "position one too high": (
-        engine_model,
-        "apply_rope",
-        lambda x, positions, rotation: rotate(x, positions + (positions > 4), rotation),
-        EVERY,
-    ),
-    "gate and up swapped": (engine_model, "swiglu", lambda gate, up: up / (1 + np.exp(-up)) * gate, EVERY),
+    "position one too high": (engine_model, "rope", position_one_too_high, EVERY),
+    "gate and up swapped": (engine_model, "swiglu", gate_and_up_swapped, EVERY),
     "positions by slot": (engine_model.Model, "forward", positions_by_slot, {"model_ddtree"}),
     "all earlier nodes visible": (engine_model, "tree_attention", all_earlier_nodes_visible, {"model_ddtree"}),
     "siblings visible": (engine_model, "tree_attention", siblings_visible, {"model_ddtree"}),
@@ -301,7 +309,7 @@ MUTATIONS: dict[str, tuple[object, str, Callable, set[str]]] = {
     "first rows committed": (cache, "cache_commit", commit_first_rows, {"model_ddtree"}),
     "nothing moved": (cache, "cache_commit", commit_nothing, {"model_ddtree"}),
     "path committed backwards": (cache, "cache_commit", commit_backwards, SPECULATIVE),
-    "latents in another's row": (cache.LatentCache, "write", latents_one_row_on, EVERY),
+    "latents in another's row": (engine_model, "latent_write", latents_one_row_on, EVERY),
     "a rejected child accepted": (decode, "tree_accept", accept_any_child, SPECULATIVE),
     "bonus of the root": (decode, "tree_accept", bonus_of_the_root, SPECULATIVE),
     "rows that depend on their number": (weights, "linear", row_variant_product, SPECULATIVE),

@@ -3,7 +3,9 @@
 import numpy as np
 
 from kdtree_nb.config import ModelConfig
-from kdtree_nb.reference.tree import cache_commit
+from kdtree_nb.engine.device import Device
+from kdtree_nb.kernels.cache_commit import cache_commit
+from kdtree_nb.kernels.launch import Array
 
 
 class LatentCache:
@@ -17,19 +19,16 @@ class LatentCache:
     Attributes
     ----------
     rows : float32 [layers, capacity, kv_lora + rope]
-    length : int
-        Committed rows; a tree's node i lies in row ``length + i``.
+    length : int32 [1]
+        Committed rows, counted where the rows are; a tree's node i lies in row ``length + i``.
     """
 
-    def __init__(self, config: ModelConfig, capacity: int) -> None:
-        self.rows = np.zeros((config.num_hidden_layers, capacity, config.latent_dim), np.float32)
-        self.length = 0
+    def __init__(self, config: ModelConfig, capacity: int, device: Device) -> None:
+        shape = (config.num_hidden_layers, capacity, config.latent_dim)
+        self.rows: Array = device.xp.zeros(shape, np.float32)
+        self.length: Array = device.xp.zeros(1, np.int32)
 
-    def write(self, layer: int, latents: np.ndarray) -> None:
-        """Put a tree's latents [N, kv_lora + rope] behind the committed rows of one layer."""
-        self.rows[layer, self.length : self.length + len(latents)] = latents
-
-    def commit(self, path: np.ndarray) -> None:
-        """Keep the rows of the accepted nodes, in all layers."""
-        cache_commit(self.rows, self.length, path)
-        self.length += len(path)
+    def commit(self, path: Array, length: Array) -> None:
+        """Keep the rows of the first ``length`` int32 [1] nodes of a path, in all layers."""
+        cache_commit(self.rows, self.length, path, length)
+        self.length += length

@@ -7,10 +7,12 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from kdtree_nb.engine.cache import LatentCache
-from kdtree_nb.engine.drafter import Drafter
+from kdtree_nb.engine.drafter import Drafter, Proposal
 from kdtree_nb.engine.model import Model
-from kdtree_nb.reference.sampling import choose_tokens
-from kdtree_nb.reference.tree import DraftTree, tree_accept, tree_build
+from kdtree_nb.kernels.choose_tokens import choose_tokens
+from kdtree_nb.kernels.tree_accept import tree_accept
+from kdtree_nb.kernels.tree_build import tree_build
+from kdtree_nb.reference.tree import DraftTree, check_marginals
 
 DECODERS = ("ar", "chain", "ddtree")
 PREFILL_ROWS = 64
@@ -86,32 +88,30 @@ def decode(
     the next: a root's latent enters the cache in the pass that verifies its tree.
     """
     started = time.perf_counter()
-    generation = Generation()
-    cache = LatentCache(model.config, capacity + node_budget)
+    generation, device = Generation(), model.device
+    limit = min(max_new_tokens, capacity - len(prompt))
+    cache = LatentCache(model.config, len(prompt) + limit + node_budget, device)
     prefill(model, cache, prompt[:-1])
     generation.prefill_seconds = time.perf_counter() - started
 
-    limit = min(max_new_tokens, capacity - len(prompt))
-    committed, kept = list(prompt), []
+    committed, kept = prompt.tolist(), []
     while len(generation.tokens) < limit:
         depth_limit = limit - len(generation.tokens) - 1
-        tree = draft(decoder, drafter, np.array(committed, np.int32), node_budget, depth_limit)
-        if not 0 <= tree.tokens.min() <= tree.tokens.max() < model.config.vocab_size:
-            raise ValueError(
-                f"decode: the drafter proposed token ids {tree.tokens[1:].min()}..{tree.tokens[1:].max()}, "
-                f"expected 0 to {model.config.vocab_size - 1}, the target's vocabulary"
-            )
+        proposal = draft(decoder, drafter, committed, node_budget, depth_limit, model.config.vocab_size)
+        tree = build(model, committed[-1], proposal, node_budget)
         logits = model.forward(tree.tokens, tree.parents, tree.depths, cache).logits
-        targets = choose_tokens(logits, cache.length + tree.depths, temperature, seed)
-        path, bonus = tree_accept(tree.tokens, tree.parents, targets)
-        cache.commit(path)
-        generation.rounds.append(Round(tree.num_nodes - 1, len(path) - 1))
+        targets = choose_tokens(logits, cache.length, tree.depths, temperature, seed)
+        accepted = tree_accept(tree.tokens, tree.parents, targets, 1 + (len(proposal[0]) if proposal else 0))
+        cache.commit(accepted.path, accepted.length)
 
-        for node, token in zip(path, [*tree.tokens[path[1:]].tolist(), bonus], strict=True):
+        new_tokens = device.host(accepted.tokens).tolist()[: int(device.host(accepted.length)[0])]
+        drafted = tree.num_nodes if isinstance(tree.num_nodes, int) else int(device.host(tree.num_nodes)[0])
+        generation.rounds.append(Round(drafted - 1, len(new_tokens) - 1))
+        if keep_logits:
+            kept.extend(device.host(logits[accepted.path[: len(new_tokens)]]))
+        for token in new_tokens:
             generation.tokens.append(token)
             committed.append(token)
-            if keep_logits:
-                kept.append(logits[node])
             if on_token:
                 on_token(token)
             if token in model.config.eos_token_ids:
@@ -121,7 +121,7 @@ def decode(
     if generation.finish_reason == "length" and limit < max_new_tokens:
         generation.finish_reason = "capacity"
     if keep_logits:
-        generation.logits = np.array(kept, np.float32).reshape(-1, model.config.vocab_size)
+        generation.logits = np.array(kept[: len(generation.tokens)], np.float32).reshape(-1, model.config.vocab_size)
     generation.decode_seconds = time.perf_counter() - started - generation.prefill_seconds
     return generation
 
@@ -130,19 +130,47 @@ def prefill(model: Model, cache: LatentCache, tokens: np.ndarray) -> None:
     """Commit a prompt's latents, a chunk of rows at a time; no logits are computed."""
     for start in range(0, len(tokens), PREFILL_ROWS):
         chunk = tokens[start : start + PREFILL_ROWS]
-        rows = np.arange(len(chunk))
-        model.forward(chunk, rows - 1, rows, cache, logits_of=slice(0))
-        cache.commit(rows)
+        rows = np.arange(len(chunk), dtype=np.int32)
+        chain = map(model.device.put, (chunk, rows - 1, rows))
+        model.forward(*chain, cache, logits_of=slice(0))
+        cache.commit(model.device.put(rows), model.device.put(np.array([len(chunk)], np.int32)))
 
 
-def draft(decoder: str, drafter: Drafter, tokens: np.ndarray, node_budget: int, depth_limit: int) -> DraftTree:
-    """This round's tree: a lone root, the likeliest chain, or the best-first tree; without padding."""
-    root = int(tokens[-1])
+def draft(
+    decoder: str, drafter: Drafter, committed: list[int], node_budget: int, depth_limit: int, vocab_size: int
+) -> Proposal | None:
+    """This round's marginals, a single candidate each for a chain; None where nothing is to be drafted.
+
+    Raises
+    ------
+    ValueError
+        If the drafter proposes what are no marginals, or no tokens of the target.
+    """
     if decoder == "ar" or node_budget == 0 or depth_limit == 0:
-        return tree_build(root, np.empty((0, 0), np.float32), np.empty((0, 0), np.int32), 0)
-    log_probs, token_ids = (marginals[:depth_limit] for marginals in drafter.propose(tokens))
-    if decoder == "chain":
-        log_probs, token_ids = log_probs[:, :1], token_ids[:, :1]
-    tree = tree_build(root, log_probs, token_ids, node_budget)
+        return None
+    width = 1 if decoder == "chain" else None
+    log_probs, token_ids = (
+        marginals[:depth_limit, :width] for marginals in drafter.propose(np.array(committed, np.int32))
+    )
+    check_marginals(log_probs, token_ids, node_budget)
+    proposed = token_ids[log_probs > -np.inf]
+    if proposed.size and not 0 <= proposed.min() <= proposed.max() < vocab_size:
+        raise ValueError(
+            f"decode: the drafter proposed token ids {proposed.min()}..{proposed.max()}, "
+            f"expected 0 to {vocab_size - 1}, the target's vocabulary"
+        )
+    return log_probs, token_ids
+
+
+def build(model: Model, root: int, proposal: Proposal | None, node_budget: int) -> DraftTree:
+    """The tree to verify. On a GPU it has node_budget + 1 rows, padding included, since the host doesn't know better."""
+    put = model.device.put
+    root_token = put(np.array([root], np.int32))
+    if proposal is None:
+        return DraftTree(root_token, put(np.array([-1], np.int32)), put(np.array([0], np.int32)), 1)
+    log_probs, token_ids = (put(np.ascontiguousarray(marginals)) for marginals in proposal)
+    tree = tree_build(root_token, log_probs, token_ids, node_budget)
+    if not isinstance(tree.num_nodes, int):
+        return tree
     nodes = slice(tree.num_nodes)
     return DraftTree(tree.tokens[nodes], tree.parents[nodes], tree.depths[nodes], tree.num_nodes)

@@ -9,6 +9,7 @@ import numpy as np
 
 from kdtree_nb.bundle import Bundle
 from kdtree_nb.engine.decode import DECODERS, Generation, decode
+from kdtree_nb.engine.device import Device
 from kdtree_nb.engine.drafter import Drafter, PromptLookup
 from kdtree_nb.engine.model import Model
 from kdtree_nb.engine.weights import Weights
@@ -17,7 +18,6 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
 _SURROGATE = re.compile("[\ud800-\udfff]")  # what undecodable bytes of a command line become
-DEVICES = ("auto", "cpu")
 MAX_NODE_BUDGET = 1024
 LOWEST_TEMPERATURE = 1e-6
 """Above 0. The text is the greedy one long before, and logits / temperature stays far from overflow."""
@@ -26,11 +26,12 @@ LOWEST_TEMPERATURE = 1e-6
 class Engine:
     """A loaded bundle. Use :meth:`load`."""
 
-    def __init__(self, bundle: Bundle, capacity: int) -> None:
+    def __init__(self, bundle: Bundle, capacity: int, device: Device) -> None:
         self.bundle = bundle
         self.config = bundle.config
         self.capacity = capacity
-        self.model = Model(bundle.config, Weights(bundle))
+        self.device = device
+        self.model = Model(bundle.config, Weights(bundle, device), device)
         self._tokenizer: Tokenizer | None = None
 
     @classmethod
@@ -41,7 +42,9 @@ class Engine:
         ----------
         path : path
             A ``.kdtr`` file, an index of shards, or a folder that holds one of them.
-        device : {"auto", "cpu"}
+        device : {"auto", "cuda", "cpu", "emulated"}
+            ``cpu`` runs the NumPy specification, ``cuda`` the kernels, ``emulated`` the kernels' source on the CPU;
+            ``auto`` is ``cuda`` where there is a GPU, else ``cpu``.
         capacity : int, optional
             Longest sequence, prompt included; the model's ``max_position_embeddings`` by default.
 
@@ -50,14 +53,13 @@ class Engine:
         BundleError
             If the bundle is malformed.
         """
-        if device not in DEVICES:
-            raise ValueError(f"Engine.load: device={device!r}, expected one of {', '.join(DEVICES)}")
+        chosen = Device.named(device)
         bundle = Bundle.open(path)
         longest = bundle.config.max_position_embeddings
         capacity = longest if capacity is None else capacity
         if not (isinstance(capacity, int | np.integer) and 2 <= capacity <= longest):
             raise ValueError(f"Engine.load: capacity={capacity}, expected 2 to max_position_embeddings={longest}")
-        return cls(bundle, capacity)
+        return cls(bundle, capacity, chosen)
 
     @property
     def tokenizer(self) -> "Tokenizer | None":
@@ -121,19 +123,20 @@ class Engine:
             temperature == 0 or LOWEST_TEMPERATURE <= temperature < np.inf
         )
         _require(usable, f"temperature={temperature!r}", f"0, or a finite number from {LOWEST_TEMPERATURE}")
-        generation = decode(
-            self.model,
-            token_ids,
-            self.capacity,
-            decoder,
-            PromptLookup() if drafter is None else drafter,
-            node_budget,
-            max_new_tokens,
-            temperature,
-            seed,
-            on_token,
-            keep_logits,
-        )
+        with self.device.running():
+            generation = decode(
+                self.model,
+                token_ids,
+                self.capacity,
+                decoder,
+                PromptLookup() if drafter is None else drafter,
+                node_budget,
+                max_new_tokens,
+                temperature,
+                seed,
+                on_token,
+                keep_logits,
+            )
         if tokenizer is not None:
             generation.text = tokenizer.decode(generation.tokens)
         return generation

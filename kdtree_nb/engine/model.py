@@ -7,36 +7,47 @@ import numpy as np
 
 from kdtree_nb.config import ModelConfig
 from kdtree_nb.engine.cache import LatentCache
+from kdtree_nb.engine.device import Device
 from kdtree_nb.engine.weights import Weights
-from kdtree_nb.reference.attention import tree_attention
-from kdtree_nb.reference.linear import Tiles, linear, tile
-from kdtree_nb.reference.moe import moe, moe_route, swiglu
-from kdtree_nb.reference.norm import LATENT_EPS, rms_norm
-from kdtree_nb.reference.rope import apply_rope, rope, softmax_scale
+from kdtree_nb.kernels.latent_write import latent_write
+from kdtree_nb.kernels.launch import Array, runs_cuda
+from kdtree_nb.kernels.moe import moe
+from kdtree_nb.kernels.moe_route import moe_route
+from kdtree_nb.kernels.rms_norm import rms_norm
+from kdtree_nb.kernels.rope import rope
+from kdtree_nb.kernels.swiglu import swiglu
+from kdtree_nb.kernels.tree_attention import tree_attention
+from kdtree_nb.reference.linear import Tiles
+from kdtree_nb.reference.moe import moe as reference_moe
+from kdtree_nb.reference.norm import LATENT_EPS
+from kdtree_nb.reference.rope import rope as rotation_of
+from kdtree_nb.reference.rope import rope_table, softmax_scale
 
 
 class ForwardPass(NamedTuple):
     """``logits`` float32 [rows asked for, vocab]; ``features`` float32 [taps, N, hidden], tapped layers' outputs."""
 
-    logits: np.ndarray
-    features: np.ndarray
+    logits: Array
+    features: Array
 
 
 class Model:
     """DeepSeek-V3 with absorbed attention: the key and value halves of ``kv_b_proj`` act on queries and outputs."""
 
-    def __init__(self, config: ModelConfig, weights: Weights) -> None:
+    def __init__(self, config: ModelConfig, weights: Weights, device: Device) -> None:
         self.config = config
         self.weights = weights
-        self._rotation = rope(config)
+        self.device = device
         self._scale = softmax_scale(config)
-        self._absorbed: dict[int, tuple[Tiles, Tiles]] = {}
+        positions = np.arange(config.max_position_embeddings)
+        self._rope_table = tuple(map(device.put, rope_table(rotation_of(config), positions)))
+        self._absorbed: dict[int, tuple[Array | Tiles, Array | Tiles]] = {}
 
     def forward(
         self,
-        tokens: np.ndarray,
-        parents: np.ndarray,
-        depths: np.ndarray,
+        tokens: Array,
+        parents: Array,
+        depths: Array,
         cache: LatentCache,
         taps: Sequence[int] = (),
         logits_of: slice = slice(None),
@@ -45,81 +56,79 @@ class Model:
 
         Parameters
         ----------
-        tokens, parents, depths : int [N]
-            As in :class:`~kdtree_nb.reference.tree.DraftTree`, without padding. A prompt is a chain,
-            plain decoding a single root.
+        tokens, parents, depths : int32 [N]
+            As in :class:`~kdtree_nb.reference.tree.DraftTree`. A prompt is a chain, plain decoding a single root.
         taps : layers
             Whose outputs are returned as features, for a drafter.
         logits_of : slice
             Rows whose logits are wanted; a prompt's are not.
         """
-        positions = cache.length + depths
         hidden = self.weights.embed(tokens)
         features = []
         for layer in range(self.config.num_hidden_layers):
-            hidden = hidden + self._attention(layer, self._norm(hidden, layer, "input"), positions, parents, cache)
+            hidden = hidden + self._attention(layer, self._norm(hidden, layer, "input"), parents, depths, cache)
             hidden = hidden + self._mlp(layer, self._norm(hidden, layer, "post_attention"))
             if layer in taps:
                 features.append(hidden)
         final = rms_norm(hidden[logits_of], self.weights.vector("model.norm"), self.config.rms_norm_eps)
         head = "model.embed_tokens" if self.config.tie_word_embeddings else "lm_head"
-        return ForwardPass(self.weights.linear(final, head), np.array(features, np.float32))
+        logits = self.weights.linear(final, head)
+        shape = (len(features), *hidden.shape)
+        return ForwardPass(logits, self.device.xp.stack(features) if features else hidden[:0].reshape(shape))
 
-    def _norm(self, hidden: np.ndarray, layer: int, which: str) -> np.ndarray:
+    def _norm(self, hidden: Array, layer: int, which: str) -> Array:
         weight = self.weights.vector(f"model.layers.{layer}.{which}_layernorm")
         return rms_norm(hidden, weight, self.config.rms_norm_eps)
 
-    def _attention(
-        self, layer: int, x: np.ndarray, positions: np.ndarray, parents: np.ndarray, cache: LatentCache
-    ) -> np.ndarray:
+    def _attention(self, layer: int, x: Array, parents: Array, depths: Array, cache: LatentCache) -> Array:
         config, weights, at = self.config, self.weights, f"model.layers.{layer}.self_attn"
         absorb_key, expand_value = self._absorbed_weights(layer)
+        position = (self._rope_table, cache.length, depths)
 
-        if config.q_lora_rank is None:
-            queries, compressed = weights.linears(x, f"{at}.q_proj", f"{at}.kv_a_proj_with_mqa")
-        else:
-            q_latent, compressed = weights.linears(x, f"{at}.q_a_proj", f"{at}.kv_a_proj_with_mqa")
-            q_latent = rms_norm(q_latent, weights.vector(f"{at}.q_a_layernorm"), LATENT_EPS)
-            queries = weights.linear(q_latent, f"{at}.q_b_proj")
+        first = "q_proj" if config.q_lora_rank is None else "q_a_proj"
+        compressed = weights.linear(x, f"{at}.{first}", f"{at}.kv_a_proj_with_mqa")
+        queries, compressed = compressed[:, : -config.latent_dim], compressed[:, -config.latent_dim :]
+        if config.q_lora_rank is not None:
+            queries = rms_norm(queries, weights.vector(f"{at}.q_a_layernorm"), LATENT_EPS)
+            queries = weights.linear(queries, f"{at}.q_b_proj")
         queries = queries.reshape(len(x), config.num_attention_heads, config.qk_head_dim)
-        q_nope, q_rope = np.split(queries, [config.qk_nope_head_dim], axis=2)
-        q_nope = linear(q_nope.swapaxes(0, 1), absorb_key).swapaxes(0, 1)  # [N, heads, kv_lora]
-        q_rope = apply_rope(q_rope, positions, self._rotation)
+        q_latent = weights.heads(queries[..., : config.qk_nope_head_dim], absorb_key)  # [N, heads, kv_lora]
+        q_rope = rope(queries[..., config.qk_nope_head_dim :], *position)
 
-        latent, k_rope = np.split(compressed, [config.kv_lora_rank], axis=1)
-        latent = rms_norm(latent, weights.vector(f"{at}.kv_a_layernorm"), LATENT_EPS)
-        k_rope = apply_rope(k_rope, positions, self._rotation)
-        cache.write(layer, np.concatenate([latent, k_rope], axis=1))
-
+        latent_write(compressed, weights.vector(f"{at}.kv_a_layernorm"), *position, cache.rows[layer])
         mixed = tree_attention(
-            np.concatenate([q_nope, q_rope], axis=2),
+            self.device.xp.concatenate([q_latent, q_rope], axis=2),
             cache.rows[layer],
             cache.length,
             parents,
+            depths,
             config.kv_lora_rank,
             self._scale,
         )
-        values = linear(mixed.swapaxes(0, 1), expand_value).swapaxes(0, 1)  # [N, heads, v]
+        values = weights.heads(mixed, expand_value)  # [N, heads, v]
         return weights.linear(values.reshape(len(x), -1), f"{at}.o_proj")
 
-    def _absorbed_weights(self, layer: int) -> tuple[Tiles, Tiles]:
+    def _absorbed_weights(self, layer: int) -> tuple[Array | Tiles, Array | Tiles]:
         """``kv_b_proj`` head by head: the key half [kv_lora, nope] for queries, the value half [v, kv_lora]."""
         if layer not in self._absorbed:
             nope = self.config.qk_nope_head_dim
             weight = self.weights.matrix(f"model.layers.{layer}.self_attn.kv_b_proj")
             by_head = weight.reshape(self.config.num_attention_heads, -1, self.config.kv_lora_rank)
-            self._absorbed[layer] = tile(by_head[:, :nope].swapaxes(1, 2)), tile(by_head[:, nope:])
+            halves = by_head[:, :nope].swapaxes(1, 2), by_head[:, nope:]
+            self._absorbed[layer] = self.weights.stack(halves[0]), self.weights.stack(halves[1])
         return self._absorbed[layer]
 
-    def _mlp(self, layer: int, x: np.ndarray) -> np.ndarray:
+    def _mlp(self, layer: int, x: Array) -> Array:
         at = f"model.layers.{layer}.mlp"
         if self.config.is_dense(layer):
             return self._swiglu(x, at)
         bias = self.weights.vector(f"{at}.gate.e_score_correction_bias")
         expert_ids, weights = moe_route(self.weights.linear(x, f"{at}.gate"), bias, self.config)
-        output = moe(x, expert_ids, weights, lambda expert, rows: self._swiglu(rows, f"{at}.experts.{expert}"))
+        if runs_cuda(x):
+            output = moe(x, expert_ids, weights, *self.weights.experts(f"{at}.experts", self.config.n_routed_experts))
+        else:
+            output = reference_moe(x, expert_ids, weights, lambda e, rows: self._swiglu(rows, f"{at}.experts.{e}"))
         return output + self._swiglu(x, f"{at}.shared_experts") if self.config.n_shared_experts else output
 
-    def _swiglu(self, x: np.ndarray, at: str) -> np.ndarray:
-        gate, up = self.weights.linears(x, f"{at}.gate_proj", f"{at}.up_proj")
-        return self.weights.linear(swiglu(gate, up), f"{at}.down_proj")
+    def _swiglu(self, x: Array, at: str) -> Array:
+        return self.weights.linear(swiglu(self.weights.linear(x, f"{at}.gate_proj", f"{at}.up_proj")), f"{at}.down_proj")

@@ -1,57 +1,106 @@
 """The one place that asks whether a weight is INT4."""
 
+from collections.abc import Sequence
+
 import numpy as np
 
 from kdtree_nb.bundle import Bundle
+from kdtree_nb.engine.device import Device
+from kdtree_nb.kernels.dense_gemm import dense_gemm
+from kdtree_nb.kernels.launch import Array, runs_cuda
+from kdtree_nb.kernels.moe import Experts
+from kdtree_nb.kernels.w4a16_gemm import w4a16_gemm
 from kdtree_nb.reference.linear import COLUMNS, Tiles, linear, tile
 
 
 class Weights:
     """A bundle's weights, each loaded on first use and kept in the one layout that its use needs.
 
-    NumPy has no INT4 product: a packed weight is dequantised, once, when it first meets an input. Experts
-    that no token chose stay packed on the disk.
+    The kernels multiply with weights as they are stored. NumPy has no INT4 product: there a packed weight is
+    dequantised, once, when it first meets an input, and experts that no token chose stay on the disk.
     """
 
-    def __init__(self, bundle: Bundle) -> None:
+    def __init__(self, bundle: Bundle, device: Device) -> None:
         self._bundle = bundle
-        self._shapes = bundle.config.weight_shapes()
-        self._tied = bundle.config.tie_word_embeddings
-        self._vectors: dict[str, np.ndarray] = {}
-        self._embedding: np.ndarray | None = None
+        self._device = device
+        self._vectors: dict[str, Array] = {}
+        self._stored: dict[tuple[str, ...], tuple[Array, ...]] = {}
         self._tiles: dict[tuple[str, ...], Tiles] = {}
+        self._experts: dict[str, tuple[Experts, Experts]] = {}
 
-    def linear(self, x: np.ndarray, name: str) -> np.ndarray:
-        """``x · weightᵀ``: float32 [tokens, in] to [tokens, out], from INT4 where the bundle holds ``name.qw``."""
-        return self._product(x, (name,))
+    def linear(self, x: Array, *names: str) -> Array:
+        """``x · weightᵀ``: W4A16 where the bundle holds ``NAME.qw``, else dense.
 
-    def linears(self, x: np.ndarray, *names: str) -> list[np.ndarray]:
-        """:meth:`linear` with several weights of one input, as a single product."""
-        outputs = self._product(x, names)
-        return np.split(outputs, np.cumsum([self._shapes[name][0] for name in names])[:-1], axis=1)
+        Parameters
+        ----------
+        x : float32 [tokens, in]
+        names : weights
+            Several give their outputs side by side, from a single product.
 
-    def _product(self, x: np.ndarray, names: tuple[str, ...]) -> np.ndarray:
-        return linear(x, self._tiled(names))
+        Returns
+        -------
+        float32 [tokens, out]
+        """
+        if not runs_cuda(x):
+            return linear(x, self._tiled(names))
+        if self._is_packed(names[0]):
+            return w4a16_gemm(x, *self._on_device(names, ".qw", ".sc"))
+        return dense_gemm(x, *self._on_device(names, ""))
+
+    def heads(self, x: Array, weight: Array | Tiles) -> Array:
+        """Each head's product: float32 [tokens, heads, in] with a weight of :meth:`stack` to [tokens, heads, out]."""
+        by_head = x.swapaxes(0, 1)
+        return (linear(by_head, weight) if isinstance(weight, Tiles) else dense_gemm(by_head, weight)).swapaxes(0, 1)
+
+    def stack(self, matrices: np.ndarray) -> Array | Tiles:
+        """Matrices float32 [heads, out, in], laid out for :meth:`heads`."""
+        return tile(matrices) if self._device.name == "cpu" else self._device.put(np.ascontiguousarray(matrices))
+
+    def experts(self, at: str, count: int) -> tuple[Experts, Experts]:
+        """The gate-and-up and the down projections of all experts below ``at``, for the kernels."""
+        if at not in self._experts:
+            self._experts[at] = (
+                self._stacked([[f"{at}.{e}.gate_proj", f"{at}.{e}.up_proj"] for e in range(count)]),
+                self._stacked([[f"{at}.{e}.down_proj"] for e in range(count)]),
+            )
+        return self._experts[at]
+
+    def matrix(self, name: str) -> np.ndarray:
+        """A weight as float32 [out, in] on the host; loaded anew at each call, for those that re-arrange it."""
+        return self._bundle.weight(name).astype(np.float32, copy=False)
+
+    def vector(self, name: str) -> Array:
+        """A norm's weight or a router's bias, float32."""
+        if name not in self._vectors:
+            self._vectors[name] = self._device.put(self._bundle[name].astype(np.float32))
+        return self._vectors[name]
+
+    def embed(self, token_ids: Array) -> Array:
+        """Rows of the embedding, float32 [tokens, hidden]; a tied head and the embedding share one table."""
+        name = "model.embed_tokens"
+        if self._device.name == "cpu" and self._bundle.config.tie_word_embeddings:
+            return self._tiled((name,)).values[token_ids // COLUMNS, :, token_ids % COLUMNS]
+        (table,) = self._on_device((name,), "")
+        return self._device.float32(table[token_ids])
+
+    def _is_packed(self, name: str) -> bool:
+        return f"{name}.qw" in self._bundle
 
     def _tiled(self, names: tuple[str, ...]) -> Tiles:
         if names not in self._tiles:
             self._tiles[names] = tile(np.concatenate([self.matrix(name) for name in names]))
         return self._tiles[names]
 
-    def matrix(self, name: str) -> np.ndarray:
-        """A weight as float32 [out, in]; loaded anew at each call, for those that re-arrange it."""
-        return self._bundle.weight(name).astype(np.float32, copy=False)
+    def _on_device(self, names: tuple[str, ...], *parts: str) -> tuple[Array, ...]:
+        if names not in self._stored:
+            self._stored[names] = tuple(self._device.put(self._side_by_side(names, part)) for part in parts)
+        return self._stored[names]
 
-    def vector(self, name: str) -> np.ndarray:
-        """A norm's weight or a router's bias, float32."""
-        if name not in self._vectors:
-            self._vectors[name] = self._bundle[name].astype(np.float32)
-        return self._vectors[name]
+    def _side_by_side(self, names: Sequence[str], part: str) -> np.ndarray:
+        arrays = [self._bundle[name + part] for name in names]
+        return arrays[0] if len(arrays) == 1 else np.concatenate(arrays)
 
-    def embed(self, token_ids: np.ndarray) -> np.ndarray:
-        """Rows of the embedding, float32 [tokens, hidden]; the table keeps its stored dtype, or is the head's tiles."""
-        if self._tied:
-            return self._tiled(("model.embed_tokens",)).values[token_ids // COLUMNS, :, token_ids % COLUMNS]
-        if self._embedding is None:
-            self._embedding = self._bundle["model.embed_tokens"]
-        return self._embedding[token_ids].astype(np.float32)
+    def _stacked(self, names_of_expert: list[list[str]]) -> Experts:
+        parts = (".qw", ".sc") if self._is_packed(names_of_expert[0][0]) else ("",)
+        stacks = [np.stack([self._side_by_side(names, part) for names in names_of_expert]) for part in parts]
+        return Experts(*map(self._device.put, stacks))

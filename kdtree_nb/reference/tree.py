@@ -53,7 +53,7 @@ def tree_build(root: int, log_probs: np.ndarray, token_ids: np.ndarray, node_bud
         For shapes that differ, NaN, positive or ascending log-probabilities, or a negative budget.
     """
     log_probs = np.asarray(log_probs, np.float32)
-    _check_marginals(log_probs, token_ids, node_budget)
+    check_marginals(log_probs, token_ids, node_budget)
     depth_limit, width = log_probs.shape
     tokens, parents, depths = [root], [-1], [0]
     frontier: list[tuple[float, tuple[int, ...], int, np.float32]] = []
@@ -139,7 +139,8 @@ def cache_commit(cache: np.ndarray, prefix_len: int, path: np.ndarray) -> None:
     cache[:, prefix_len : prefix_len + len(path)] = cache[:, prefix_len + path]
 
 
-def _check_marginals(log_probs: np.ndarray, token_ids: np.ndarray, node_budget: int) -> None:
+def check_marginals(log_probs: np.ndarray, token_ids: np.ndarray, node_budget: int) -> None:
+    """Raise a ValueError unless these are marginals as :func:`tree_build` takes them."""
     if node_budget < 0:
         raise ValueError(f"tree_build: node_budget={node_budget}, expected 0 or more")
     if log_probs.ndim != 2 or log_probs.shape != token_ids.shape:
