@@ -147,6 +147,22 @@ def labelled_points(axes: Axes, x: np.ndarray, y: np.ndarray, labels: Sequence[s
     return _clean(axes)
 
 
+def surprise(axes: Axes, labels: Sequence[str], bits: np.ndarray) -> Axes:
+    """What each token of a text cost, the token written below its bar.
+
+    Parameters
+    ----------
+    labels : [tokens]
+    bits : float [tokens]
+        −log₂ of the probability that the token had.
+    """
+    axes.bar(range(len(bits)), bits, color=ACCENTS[0], width=0.75)
+    axes.set_xticks(range(len(bits)), labels, rotation=90, family="monospace", fontsize="small")
+    axes.set(ylabel="surprise [bits]", xlim=(-0.7, len(bits) - 0.3))
+    axes.tick_params(axis="x", length=0)
+    return _clean(axes)
+
+
 def heatmap(axes: Axes, values: np.ndarray, label: str) -> Axes:
     """A matrix as shades, 0 the lightest, with their scale beside it.
 
@@ -198,8 +214,8 @@ def differences_by_model(axes: Axes, differences: Mapping[str, np.ndarray], tole
         axes.semilogy(column + spread, np.maximum(values, 1e-9), ".", color=ACCENTS[0], ms=3)
     axes.axhline(tolerance, color=ACCENTS[1], lw=1.2, ls="--", label="asked of every token")
     axes.set_xticks(range(len(differences)), list(differences))
-    axes.set(ylabel="max |Δ logit|")
-    axes.legend(fontsize="small", frameon=False)
+    axes.set(ylabel="max |Δ logit|", ylim=(None, 5 * tolerance))
+    axes.legend(fontsize="small", frameon=False, loc="upper right")
     return _clean(axes)
 
 
@@ -249,7 +265,7 @@ def draft_tree(axes: Axes, labels: Sequence[str], parents: np.ndarray, path: Seq
             )
         box = {"boxstyle": "round,pad=0.3", "fc": fill, "ec": edge, "lw": 1.4}
         at = depths[node], heights[node]
-        axes.text(*at, label, ha="center", va="center", family="monospace", fontsize="small", color=text, bbox=box)
+        axes.text(*at, label, ha="center", va="center", family="monospace", color=text, bbox=box)
     axes.set(xlabel="depth", xlim=(-0.4, depths.max() + 0.4), ylim=(heights.max() + 0.7, -0.7), yticks=[])
     axes.set_xticks(range(int(depths.max()) + 1))
     axes.spines[["left", "right", "top"]].set_visible(False)

@@ -119,7 +119,8 @@ class Kernel:
     defines
         Macros, constants or types: ``{"BLOCK": 256, "SCALE": "__half"}``.
     options
-        For NVRTC. Without fused multiply-adds that the source does not write, results are the emulator's.
+        For NVRTC. Without fused multiply-adds that the source does not write, results are the emulator's, but for
+        subnormals, which CuPy flushes to zero (it always compiles with ``-ftz=true``).
     """
 
     def __init__(

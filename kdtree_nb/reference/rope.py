@@ -61,7 +61,7 @@ def rotate(x: np.ndarray, cosines: np.ndarray, sines: np.ndarray) -> np.ndarray:
     float [tokens, ..., rope], first all rotated even elements, then all odd ones (the order in which
     transformers caches them; a score does not depend on it).
     """
-    by_token = (len(x), *(1,) * (x.ndim - 2), -1)
+    by_token = (len(x), *(1,) * (x.ndim - 2), cosines.shape[1])
     cosines, sines = cosines.reshape(by_token), sines.reshape(by_token)
     even, odd = x[..., 0::2], x[..., 1::2]
     return np.concatenate([even * cosines - odd * sines, odd * cosines + even * sines], axis=-1)

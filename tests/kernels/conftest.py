@@ -17,7 +17,7 @@ from kdtree_nb.kernels.emulator.build import sanitizing
 from kdtree_nb.kernels.launch import Array, emulated
 
 GUARD = 0 if sanitizing() else 256
-"""Bytes before and after each array, full of 0xFF as well: read they show as NaN or −1, written they are noticed.
+"""Bytes of poison before and after each array: read they show, written they are noticed.
 
 None under the sanitizer, which notices every access outside of an array at once.
 """
@@ -25,14 +25,18 @@ SCHEDULES = ("reverse", "random:1", "random:2")
 
 
 class Device:
-    """Arrays of one place. Memory that nobody has written is NaN as float, −1 as int."""
+    """Arrays of one place. Memory that nobody has written is poison: NaN as float, 0x7F7F7F7F as int.
+
+    Were it −1, a kernel that forgets to write its padding would go unnoticed; :meth:`every_schedule` tries that too.
+    """
 
     def __init__(self, xp: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
         self.xp = xp
         self.is_emulated = xp is np
         self._monkeypatch = monkeypatch
         self._plain_empty = xp.empty
-        self._guarded: list[Array] = []
+        self._guarded: list[tuple[Array, int]] = []
+        self._poison_ints = 0x7F
         monkeypatch.setattr(xp, "empty", self.empty)
 
     def empty(self, shape: int | tuple[int, ...], dtype: Any = float, **options: Any) -> Array:
@@ -41,8 +45,9 @@ class Device:
         if dtype.hasobject or options:
             return self._plain_empty(shape, dtype, **options)
         size = math.prod(shape) * dtype.itemsize
-        memory = self.xp.full(size + 2 * GUARD, 0xFF, np.uint8)
-        self._guarded.append(memory)
+        poison = 0xFF if dtype.kind in "fV" else self._poison_ints
+        memory = self.xp.full(size + 2 * GUARD, poison, np.uint8)
+        self._guarded.append((memory, poison))
         return memory[GUARD : GUARD + size].view(dtype).reshape(shape)
 
     def put(self, array: Any, dtype: Any = None) -> Array:
@@ -67,8 +72,9 @@ class Device:
         return np.array(array) if self.is_emulated else self.xp.asnumpy(array)
 
     def every_schedule(self, run: Callable[[], Sequence[Array]]) -> list[np.ndarray]:
-        """Results that have the same bits in whatever order threads and blocks run (on a GPU: a few times over)."""
+        """Results that have the same bits in whatever order threads and blocks run, with every byte of poison 0xFF."""
         expected = [self.host(array) for array in run()]
+        self._poison_ints = 0xFF
         for schedule in SCHEDULES:
             with self._monkeypatch.context() as environment:
                 environment.setitem(os.environ, "KDTREE_SCHEDULE", schedule)
@@ -78,9 +84,9 @@ class Device:
 
     def check_guards(self) -> None:
         """Fail if something was written before the first or after the last element of an array."""
-        for memory in self._guarded:
+        for memory, poison in self._guarded:
             around = memory[:GUARD], memory[len(memory) - GUARD :]
-            assert all((bytes_ == 0xFF).all() for bytes_ in around), "written outside of an array"
+            assert all((part == poison).all() for part in around), "written outside of an array"
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

@@ -3,8 +3,6 @@
 import numpy as np
 import pytest
 from helpers import assert_same_bits
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from ml_dtypes import bfloat16
 
 from kdtree_nb.kernels.dense_gemm import dense_gemm
@@ -128,11 +126,8 @@ def test_any_routing(device):
     """Tokens may even choose one expert several times over; experts without a token are never read: they hold NaN."""
     rng = np.random.default_rng(3)
     layer = [put(device, experts) for experts in random_layer(rng, 9, 32, 32)]
-
-    @settings(max_examples=40, deadline=None)
-    @given(st.integers(0, 40), st.integers(1, 4), st.integers(1, 9), st.integers(0, 2**32 - 1))
-    def check(tokens, top_k, spread, seed):
-        rng = np.random.default_rng(seed)
+    for _ in range(40):
+        tokens, top_k, spread = rng.integers([0, 1, 1], [41, 5, 10])
         x = rng.standard_normal((tokens, 32)).astype(np.float32)
         expert_ids = rng.permutation(9)[rng.integers(0, spread, (tokens, top_k))].astype(np.int32)
         weights = rng.uniform(-1, 1, (tokens, top_k)).astype(np.float32)
@@ -144,8 +139,6 @@ def test_any_routing(device):
         for token in range(0, tokens, 7):
             alone = moe(*(device.put(a[token : token + 1]) for a in (x, expert_ids, weights)), *layer)
             assert_same_bits(device.host(alone)[0], y[token])
-
-    check()
 
 
 def test_a_token_does_not_depend_on_the_tokens_beside_it(device):

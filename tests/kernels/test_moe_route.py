@@ -7,8 +7,6 @@ import numpy as np
 import pytest
 from builders import tiny_config
 from helpers import assert_same_bits
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from kdtree_nb.config import ModelConfig
 from kdtree_nb.kernels.moe import MAX_EXPERTS
@@ -61,40 +59,24 @@ def check(device, logits: np.ndarray, bias: np.ndarray, config: ModelConfig) -> 
     return rows
 
 
-@st.composite
-def routings(draw: st.DrawFn) -> tuple[np.ndarray, np.ndarray, ModelConfig]:
+def random_routing(rng) -> tuple[np.ndarray, np.ndarray, ModelConfig]:
     """Logits and biases of a few values each, where ties are common, or of many."""
-    groups, size = draw(st.integers(1, 9)), draw(st.integers(1, 9))
-    kept = draw(st.integers(1, groups))
-    config = router(
-        groups * size,
-        draw(st.integers(1, kept * size)),
-        groups,
-        kept,
-        draw(st.booleans()),
-        draw(st.sampled_from([1.0, 2.827])),
-    )
-    rng = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
-    tokens, few = draw(st.integers(0, 6)), draw(st.booleans())
-    if few:
-        logits = rng.choice([-1, 0.5, 2.25], (tokens, groups * size))
-        bias = rng.choice([-2, 0, 0.3125], groups * size)
+    groups, size = rng.integers(1, 10, 2).tolist()
+    kept = int(rng.integers(1, groups + 1))
+    top_k = int(rng.integers(1, kept * size + 1))
+    config = router(groups * size, top_k, groups, kept, bool(rng.integers(2)), float(rng.choice([1, 2.827])))
+    shape = rng.integers(0, 7), groups * size
+    if rng.integers(2):
+        logits, bias = rng.choice([-1, 0.5, 2.25], shape), rng.choice([-2, 0, 0.3125], groups * size)
     else:
-        logits, bias = rng.normal(0, 2, (tokens, groups * size)), rng.normal(0, 1, groups * size)
+        logits, bias = rng.normal(0, 2, shape), rng.normal(0, 1, groups * size)
     return logits.astype(np.float32), bias.astype(np.float32), config
 
 
 def test_against_the_specification(device):
-    tokens = np.zeros(2, int)
-
-    @settings(max_examples=250, deadline=None)
-    @given(routings())
-    def run_one(routing):
-        rows = check(device, *routing)
-        tokens[:] += rows.sum(), len(rows)
-
-    run_one()
-    assert tokens[0] > 0.9 * tokens[1]
+    rng = np.random.default_rng(3)
+    rows = np.concatenate([check(device, *random_routing(rng)) for _ in range(300)])
+    assert len(rows) > 800 and rows.mean() > 0.9
 
 
 @pytest.mark.parametrize(

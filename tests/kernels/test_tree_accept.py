@@ -2,8 +2,6 @@
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from kdtree_nb.kernels.tree_accept import tree_accept
 from kdtree_nb.reference.tree import tree_accept as specification
@@ -25,26 +23,27 @@ def expected(tokens, parents, targets) -> tuple[list[int], list[int]]:
     return path.tolist(), [*np.asarray(tokens)[path[1:]].tolist(), bonus]
 
 
-@st.composite
-def drafts(draw: st.DrawFn) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def random_draft(rng) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Up to 200 nodes over few token ids, 0 and −1 among the targets; padding after them."""
-    rng = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
-    nodes, spread = {(-1, 3): None}, draw(st.integers(1, 200))
-    for node in range(draw(st.integers(0, 200))):
-        nodes[int(rng.integers(max(0, min(node, len(nodes) - 1) - spread), len(nodes))), int(rng.integers(0, 4))] = None
-    columns = list(nodes) + [(-1, -1)] * draw(st.integers(0, 40))
+    nodes, spread = {(-1, 3): None}, rng.integers(1, 200)
+    for _ in range(rng.integers(0, 200)):
+        nodes[int(rng.integers(max(0, len(nodes) - spread), len(nodes))), int(rng.integers(0, 4))] = None
+    columns = list(nodes) + [(-1, -1)] * rng.integers(0, 40)
     parents, tokens = np.array(columns, np.int32).T
     targets = rng.integers(-1, 5, len(columns))
+    if rng.integers(2):  # most nodes have a child that their target confirms
+        targets[parents[1 : len(nodes)]] = tokens[1 : len(nodes)]
     return tokens, parents, targets
 
 
 def test_against_the_specification(device):
-    @settings(max_examples=300, deadline=None)
-    @given(drafts())
-    def check(draft):
-        assert run(device, *draft, max_path=202) == expected(*draft)
-
-    check()
+    rng, longest = np.random.default_rng(0), 0
+    for _ in range(300):
+        draft = random_draft(rng)
+        walk = run(device, *draft, max_path=202)
+        assert walk == expected(*draft)
+        longest = max(longest, len(walk[0]))
+    assert longest > 20
 
 
 def test_a_path_through_1025_nodes(device):
