@@ -9,7 +9,7 @@ from kdtree_nb import plotting
 from kdtree_nb.engine import Engine, Generation
 from kdtree_nb.engine.decode import DECODERS
 from kdtree_nb.golden import SUFFIX, load_cases
-from kdtree_nb.verify import logit_differences
+from kdtree_nb.verify import LOGIT_TOLERANCE, logit_differences
 
 NEW_TOKENS = 64
 
@@ -55,7 +55,10 @@ def draw(engine: Engine, golden: Path, comparisons: list[Comparison], path: Path
         differences[comparison.domain] = logit_differences(case, generation)
     figure = Figure(figsize=(10, 3.6), layout="constrained")
     left, right = figure.subplots(1, 2)
-    plotting.logit_differences(left, differences).set_title("engine against the NumPy specification")
+    plotting.logit_differences(left, differences).set(ylim=(1e-7, 2 * LOGIT_TOLERANCE), xlim=(0.5, None))
+    left.axhline(LOGIT_TOLERANCE, color=plotting.QUIET, ls="--")
+    left.legend(ncols=3, loc="upper center", bbox_to_anchor=(0.5, 0.9), frameon=False)
+    left.set_title("engine against the NumPy specification (dashed: tolerance)", fontsize="medium")
     accepted = {c.domain: [r.accepted for r in c.runs["ddtree"].rounds] for c in comparisons}
-    plotting.accepted_per_round(right, accepted).set_title("ddtree, prompt look-up drafts, temperature 0")
+    plotting.rounds(right, accepted).set_title("ddtree: the text cut into its rounds", fontsize="medium")
     figure.savefig(path, dpi=150)

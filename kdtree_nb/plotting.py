@@ -39,6 +39,26 @@ def accepted_per_round(axes: Axes, accepted: Mapping[str, Sequence[int]]) -> Axe
     return _clean(axes)
 
 
+def rounds(axes: Axes, accepted: Mapping[str, Sequence[int]]) -> Axes:
+    """A row of text a run, cut into its rounds: the wider and darker a piece, the more one target forward committed.
+
+    Parameters
+    ----------
+    accepted : mapping from label to the drafts accepted in each round
+    """
+    most = max(max(values) for values in accepted.values()) + 1
+    for row, values in enumerate(accepted.values()):
+        committed = np.asarray(values) + 1
+        starts = np.cumsum(committed) - committed
+        colors = [(0.12, 0.23, 0.37, 0.15 + 0.85 * count / most) for count in committed]
+        axes.barh(row, committed, left=starts, height=0.7, color=colors, edgecolor="white", lw=1)
+    labels = [f"{label}\n{len(values)} forwards" for label, values in accepted.items()]
+    axes.set_yticks(range(len(labels)), labels)
+    axes.set(xlabel="new token", xlim=(0, None), ylim=(len(labels) - 0.5, -0.5))
+    axes.spines[["top", "right", "left"]].set_visible(False)
+    return axes
+
+
 def curves(axes: Axes, x: np.ndarray, values: Mapping[str, np.ndarray], style: str = "-") -> Axes:
     """One line a label over a common x.
 

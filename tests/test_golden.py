@@ -10,6 +10,7 @@ import pytest
 from builders import build, tiny_config
 from safetensors.numpy import save_file
 
+from golden import make_sums
 from kdtree_nb import golden
 from kdtree_nb.bundle import Bundle
 from kdtree_nb.engine import Engine, cache, decode, weights
@@ -349,3 +350,8 @@ def test_engine_and_mutants_share_no_state() -> None:
     case = first_case()
     run = engine.generate(case.prompt, "ar", max_new_tokens=10)
     assert run.tokens == case.tokens.tolist()
+
+
+def test_the_files_are_those_whose_hashes_are_recorded() -> None:
+    """A golden file that was made anew without ``make golden`` shows here."""
+    assert make_sums.sums() == make_sums.SUMS.read_text(encoding="utf-8")
