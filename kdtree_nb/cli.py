@@ -12,6 +12,7 @@ from rich.markup import escape
 from rich.table import Column, Table
 
 from kdtree_nb.golden import folder
+from kdtree_nb.kernels.nvrtc import NvrtcError
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -19,6 +20,8 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     help="INT4 W4A16 inference with draft-tree speculative decoding for DeepSeek-V3 / Kimi K2 style models.",
 )
+bench = typer.Typer(no_args_is_help=True, help="Measure; each command prints a table.")
+app.add_typer(bench, name="bench")
 out, err = Console(highlight=False, width=None if sys.stdout.isatty() else 120), Console(stderr=True, highlight=False)
 
 BundlePath = Annotated[Path, typer.Argument(help="A .kdtr file, a .kdtr.index.json, or the folder of one.")]
@@ -66,9 +69,25 @@ def demo(
 def verify(
     golden: Annotated[Path | None, typer.Option(help="Folder of golden files; the repository's by default.")] = None,
     device: Device = "auto",
+    json_file: Annotated[Path | None, typer.Option("--json", help="Record device, versions and results here.")] = None,
+    soak_rounds: Annotated[int, typer.Option("--soak", help="Then run this many rounds of random trees.")] = 0,
+    show: Annotated[bool, typer.Option("--show", help="Print what golden/measurements/ records, and stop.")] = False,
 ) -> None:
     """Check every golden bundle: checksums, then each decoder against the specification's tokens and logits."""
-    if not _verify(golden or folder(), device):
+    from kdtree_nb.record import record, recorded
+
+    golden = golden or folder()
+    if show:
+        for line in recorded(golden / "measurements"):
+            out.print(escape(line), soft_wrap=True)
+        return
+    lines: list[str] = []
+    passed = _verify(golden, device, lines)
+    if soak_rounds:
+        passed &= _soak(golden, device, soak_rounds, lines)
+    if json_file is not None:
+        record(json_file, device, passed, lines)
+    if not passed:
         raise typer.Exit(1)
 
 
@@ -160,6 +179,25 @@ def inspect(
         out.print(f"PASS  {len(opened)} tensors match their checksums")
 
 
+@bench.command("resources")
+def bench_resources(
+    json_file: Annotated[Path | None, typer.Option("--json", help="Write the table here as well.")] = None,
+) -> None:
+    """Registers, spills and shared memory of every kernel, compiled for four GPUs; needs none."""
+    from rich.progress import track
+
+    from kdtree_nb.bench import ARCHS, resources
+
+    rows = list(track(resources(), "compiling", console=err))
+    table = Table(Column("kernel", no_wrap=True), *ARCHS, title="registers / spilled bytes / shared bytes")
+    for kernel in dict.fromkeys(row.kernel for row in rows):
+        used = {row.arch: row.used for row in rows if row.kernel == kernel}
+        table.add_row(kernel, *(f"{used[a].registers} / {used[a].spills} / {used[a].shared:,}" for a in ARCHS))
+    out.print(table)
+    if json_file is not None:
+        json_file.write_text(json.dumps([row._asdict() | {"used": vars(row.used)} for row in rows], indent=1) + "\n")
+
+
 @app.command()
 def doctor() -> None:
     """Check this machine: what is there, what is missing, and what to do about it."""
@@ -175,7 +213,7 @@ def main() -> NoReturn:
     """Run a command; a fault of the input is one line, not a traceback."""
     try:
         app()
-    except (ValueError, OSError) as error:
+    except (ValueError, OSError, NvrtcError) as error:
         err.print(f"[red]error[/red] {escape(str(error))}", soft_wrap=True)
         sys.exit(1)
     except KeyboardInterrupt:
@@ -184,7 +222,7 @@ def main() -> NoReturn:
     sys.exit(0)
 
 
-def _verify(golden: Path, device: str) -> bool:
+def _verify(golden: Path, device: str, lines: list[str] | None = None) -> bool:
     from kdtree_nb.verify import verify as run_checks
 
     passed, current = True, None
@@ -194,6 +232,26 @@ def _verify(golden: Path, device: str) -> bool:
             current = path
         print(check, flush=True)
         passed &= check.passed
+        if lines is not None:
+            lines.append(f"{path.name}  {check}")
+    return passed
+
+
+def _soak(golden: Path, device: str, rounds: int, lines: list[str]) -> bool:
+    from kdtree_nb.engine import Engine
+    from kdtree_nb.golden import bundle_of, golden_files
+    from kdtree_nb.soak import soak
+
+    path = bundle_of(golden_files(golden)[-1])
+    with err.status("soak") as status:
+        found = soak(Engine.load(path, device), rounds, progress=lambda done: status.update(f"soak: {done}/{rounds}"))
+    passed = not found.mismatches and found.bytes_after <= found.bytes_before
+    line = (
+        f"{'PASS' if passed else 'FAIL'}  soak          {found.rounds} rounds of {found.texts} texts, "
+        f"{found.mismatches} differ, device bytes {found.bytes_before:,} -> {found.bytes_after:,}"
+    )
+    print(line, flush=True)
+    lines.append(f"{path.name}  {line}")
     return passed
 
 

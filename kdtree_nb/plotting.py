@@ -292,6 +292,22 @@ def draft_tree(axes: Axes, labels: Sequence[str], parents: np.ndarray, path: Seq
     return axes
 
 
+def layer_differences(axes: Axes, differences: Mapping[str, np.ndarray]) -> Axes:
+    """Difference of each layer's output and, last, of the logits: one line a pair, on a logarithmic scale.
+
+    Parameters
+    ----------
+    differences : mapping from label to float [layers + 1]
+    """
+    longest = max(map(len, differences.values()))
+    for (label, values), color in zip(differences.items(), _colors(len(differences)), strict=True):
+        axes.semilogy(np.maximum(values, 1e-9), "o-", color=color, label=label, lw=1.2, ms=4)
+    axes.set_xticks(range(longest), [*map(str, range(longest - 1)), "logits"])
+    axes.set(xlabel="layer")
+    axes.legend(fontsize="small", frameon=False)
+    return _clean(axes)
+
+
 def _tree_layout(parents: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Depth and height of each node: a first child continues its parent's line, each leaf has a line of its own."""
     depths, heights, lines = np.zeros(len(parents)), np.zeros(len(parents)), 0

@@ -67,3 +67,7 @@ class Device(NamedTuple):
         if array.dtype == np.uint16:
             return (array.astype(np.uint32) << 16).view(np.float32)
         return array.astype(np.float32)
+
+    def bytes_held(self) -> int:
+        """Bytes that live arrays hold on a GPU; 0 on a CPU."""
+        return 0 if self.xp is np else int(self.xp.get_default_memory_pool().used_bytes())

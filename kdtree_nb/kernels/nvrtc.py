@@ -25,7 +25,7 @@ class NvrtcError(RuntimeError):
 
 @dataclass(frozen=True)
 class Resources:
-    """What a kernel uses: registers, bytes of stack and bytes of spills a thread, bytes of static shared memory a block."""
+    """What a kernel uses: registers, bytes of stack and of spills a thread, bytes of static shared memory a block."""
 
     registers: int
     stack: int

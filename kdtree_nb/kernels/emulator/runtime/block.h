@@ -33,7 +33,7 @@ struct BlockWorker : Worker {
     int arrived;  // threads at the barrier
     int predicates, barrier_result;
     const Site* barrier_site;
-    long long idle_yields;
+    int idle_yields;  // since somebody got further
     unsigned long long random;
     BlockWorker* next_idle;
     char* stacks;

@@ -163,39 +163,38 @@ unsigned long long now_ns()
 int launch(Launch& launch, const char* kernel, void (*call)(void** arguments), unsigned char* (*dynamic_shared)())
 {
     Grid grid{launch, kernel, call, dynamic_shared, 1ull * launch.grid[0] * launch.grid[1] * launch.grid[2], 0, 0};
-#ifdef EMULATOR_ASAN
-    pthread_mutex_lock(&only_launch);
-#else
-    const FaultHandlers handlers;
-#endif
     BlockWorker* w = take_worker(grid, 0);
     if (!w) {
         snprintf(launch.error, sizeof launch.error, "%s: no memory for the stacks of a block", kernel);
         return 1;
     }
+#ifdef EMULATOR_ASAN
+    pthread_mutex_lock(&only_launch);
+#else
+    const FaultHandlers handlers;
+#endif
     // The first block tells what the others are worth. In a schedule of its own order they run one after the other.
     const unsigned long long start = now_ns();
     work(*w, 1);
     const unsigned long long worth = (now_ns() - start) * (grid.blocks - 1) / WORTH_A_THREAD_NS;
+    const int most = launch.schedule == FORWARD ? launch.workers - 1 : 0;
     Helper helpers[MOST_HELPERS + 1];
     int count = 0;
-    const int most = launch.schedule == FORWARD ? launch.workers - 1 : 0;
     while (count < most && count < MOST_HELPERS && (unsigned long long)(count) < worth) {
-        Helper& helper = helpers[count];
-        helper.grid = &grid;
-        helper.number = count + 1;
-        if (pthread_create(&helper.thread, nullptr, help, &helper))
+        helpers[count].grid = &grid;
+        helpers[count].number = count + 1;
+        if (pthread_create(&helpers[count].thread, nullptr, help, &helpers[count]))
             break;
         ++count;
     }
     work(*w, ~0ull);
     while (count)
         pthread_join(helpers[--count].thread, nullptr);
-    give_back(w);
-    fflush(stdout);
 #ifdef EMULATOR_ASAN
     pthread_mutex_unlock(&only_launch);
 #endif
+    give_back(w);
+    fflush(stdout);
     return grid.failed;
 }
 

@@ -3,6 +3,7 @@
 
 #include <stdarg.h>
 #include <string.h>
+#include <time.h>
 
 #pragma GCC visibility push(hidden)
 
@@ -12,8 +13,10 @@ __thread Worker* worker;
 
 namespace {
 
-// How often threads may yield with nobody getting any further.
-constexpr long long MOST_IDLE_YIELDS = 10'000'000;
+// How often threads may yield with nobody getting any further: first at once, then, as another block may have to do
+// something, with a pause; 2 s in all.
+constexpr int QUICK_YIELDS = 10'000, SLOW_YIELDS = 20'000;
+constexpr timespec PAUSE{0, 100'000};
 
 // Who waits where, when nobody can run.
 [[noreturn]] void report_deadlock(BlockWorker& w)
@@ -181,8 +184,10 @@ void finish(BlockWorker& w)
 void yield()
 {
     BlockWorker& w = self();
-    if (++w.idle_yields > MOST_IDLE_YIELDS)
-        fail("threads wait in __nanosleep for what no thread of the block does");
+    if (++w.idle_yields > QUICK_YIELDS)
+        nanosleep(&PAUSE, nullptr);
+    if (w.idle_yields > QUICK_YIELDS + SLOW_YIELDS)
+        fail("threads wait in __nanosleep for what nobody does");
     leave(w, false);
 }
 

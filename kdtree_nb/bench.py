@@ -1,0 +1,41 @@
+"""Measurements behind ``python -m kdtree_nb bench``."""
+
+from collections.abc import Iterator
+from importlib.resources import files
+from typing import NamedTuple
+
+from kdtree_nb.kernels.nvrtc import Resources, compile_cubin
+from kdtree_nb.kernels.source import read_source
+
+ARCHS = ("sm_80", "sm_90a", "sm_100", "sm_120")
+DEFINES: dict[str, dict[str, str]] = {
+    "dense_gemm.cu": {"WEIGHT": "__nv_bfloat16"},
+    "w4a16_gemm.cu": {"SCALE": "__nv_bfloat16"},
+    "moe.cu": {"WEIGHT": "Int4Weight<__nv_bfloat16>", "VALUE": "uint4", "SCALE": "__nv_bfloat16"},
+}
+"""What a source needs to know of its weights: as Kimi K2 checkpoints store them."""
+
+
+class KernelResources(NamedTuple):
+    """A kernel compiled for one architecture: what it uses, and the bytes of its source's machine code."""
+
+    kernel: str
+    arch: str
+    used: Resources
+    code_bytes: int
+
+
+def resources(archs: tuple[str, ...] = ARCHS) -> Iterator[KernelResources]:
+    """Compile every kernel for each architecture; no GPU is needed.
+
+    Raises
+    ------
+    NvrtcError
+        If NVRTC is not installed, or refuses a source.
+    """
+    sources = sorted(path.name for path in files("kdtree_nb.kernels").iterdir() if path.name.endswith(".cu"))
+    for name in sources:
+        for arch in archs:
+            cubin = compile_cubin(read_source(name), arch, DEFINES.get(name))
+            for kernel, used in cubin.resources.items():
+                yield KernelResources(kernel, arch, used, len(cubin.code))

@@ -1,0 +1,75 @@
+"""Results with what they were measured on: the JSON files of ``golden/measurements/``."""
+
+import json
+import platform
+import subprocess
+from collections.abc import Iterator
+from datetime import UTC, datetime
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+PACKAGES = ("numpy", "cupy-cuda12x", "cupy-cuda13x")
+
+
+def record(path: Path, device: str, passed: bool, lines: list[str]) -> None:
+    """Write the lines of a run, with device, versions, date and commit."""
+    found = {"device": device_name(device), "versions": versions(), "commit": commit(), "passed": passed}
+    found["date"] = datetime.now(UTC).strftime("%Y-%m-%d")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps({**found, "results": lines}, indent=1) + "\n", encoding="utf-8")
+
+
+def recorded(folder: Path) -> Iterator[str]:
+    """What the folder's files say, line by line.
+
+    Raises
+    ------
+    FileNotFoundError
+        If there are none.
+    """
+    paths = sorted(folder.glob("verify-*.json"))
+    if not paths:
+        raise FileNotFoundError(f"no verify-*.json in {folder}")
+    for path in paths:
+        found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        packages = ", ".join(f"{name} {number}" for name, number in found["versions"].items())
+        yield f"{path.name}: {found['device']}, {packages}, {found['date']}, commit {found['commit'][:10]}"
+        yield from found["results"]
+
+
+def device_name(device: str) -> str:
+    """The GPU's name where the device is one, else the processor's kind."""
+    from kdtree_nb.engine.device import Device
+
+    on = Device.named(device)
+    if on.name == "cuda":
+        name: bytes = on.xp.cuda.runtime.getDeviceProperties(on.xp.cuda.Device().id)["name"]
+        return name.decode()
+    return f"{platform.machine()} CPU, {on.name}"
+
+
+def versions() -> dict[str, str]:
+    """Python's version and those of the packages that compute."""
+    found = {"python": platform.python_version()}
+    for package in PACKAGES:
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            continue
+    return found
+
+
+def commit() -> str:
+    """The checkout's commit, or ``unknown`` outside one; ``-dirty`` where files differ from it."""
+    try:
+        described = subprocess.run(
+            ["git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"],
+            cwd=Path(__file__).parent,
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"
+    return described.stdout.strip()

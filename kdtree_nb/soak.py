@@ -1,0 +1,51 @@
+"""Many rounds of random prompts, trees and budgets: plain and speculative decoding must agree to the bit."""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import numpy as np
+
+from kdtree_nb.engine import Engine, Oracle
+from kdtree_nb.engine.engine import MAX_NODE_BUDGET
+
+
+class Soak(NamedTuple):
+    """What happened: rounds run, texts compared, those that differed, and the device memory held at both ends."""
+
+    rounds: int
+    texts: int
+    mismatches: int
+    bytes_before: int
+    bytes_after: int
+
+
+def soak(engine: Engine, rounds: int, seed: int = 0, progress: Callable[[int], None] | None = None) -> Soak:
+    """Decode random prompts by ``ar``, then by ``chain`` or ``ddtree`` with a drafter that is wrong on purpose.
+
+    Parameters
+    ----------
+    rounds : int
+        Speculative rounds to run, at least.
+    progress : callable, optional
+        Called with the rounds done.
+    """
+    random = np.random.default_rng(seed)
+    done = texts = mismatches = before = 0
+    while done < rounds:
+        vocab_size, room = engine.config.vocab_size, engine.capacity
+        prompt = random.integers(0, vocab_size, random.integers(1, room // 2))
+        length = int(random.integers(1, room // 2))
+        plain = engine.generate(prompt, "ar", max_new_tokens=length, keep_logits=True)
+        budget = int(min(MAX_NODE_BUDGET, random.geometric(0.05)))
+        width, hit_rate = int(random.integers(1, 12)), float(random.uniform(0, 1))
+        answer = np.concatenate([prompt, plain.tokens])
+        drafter = Oracle(answer, vocab_size, int(random.integers(1, 16)), width, hit_rate, seed=done)
+        decoder = "chain" if random.random() < 0.25 else "ddtree"
+        own = engine.generate(prompt, decoder, budget, length, drafter=drafter, keep_logits=True)
+        mismatches += own.tokens != plain.tokens or not np.array_equal(own.logits, plain.logits)  # type: ignore[arg-type]
+        done, texts = done + own.target_forwards, texts + 1
+        if texts == 20:  # the pool has seen the usual sizes
+            before = engine.device.bytes_held()
+        if progress:
+            progress(done)
+    return Soak(done, texts, mismatches, before, engine.device.bytes_held())
