@@ -161,7 +161,9 @@ def inspect(
 
     opened = Bundle.open(bundle)
     name = Column("name", overflow="fold")  # in a narrow terminal or a pipe, whole over two lines
-    table = Table(name, "kind", "shape", "dtype", "bytes", "share", title=escape(str(opened.path)), title_justify="left")
+    table = Table(
+        name, "kind", "shape", "dtype", "bytes", "share", title=escape(str(opened.path)), title_justify="left"
+    )
     for row in opened.rows() if every else opened.summary():
         shape = " × ".join(map(str, row.shape))
         table.add_row(escape(row.name), row.kind, shape, row.dtype, f"{row.bytes:,}", f"{row.share:.1%}")

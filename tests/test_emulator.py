@@ -376,7 +376,6 @@ class TestUndefined:
         "misaligned_matrix": (32, r"ldmatrix_x4.*row is not aligned to 16 bytes"),
         "failing_assertion": (32, r"thread \(9, 0, 0\): assertion failed at .*: threadIdx\.x != 9"),
         "trap": (32, r"thread \(9, 0, 0\): __trap at undefined\.cu:\d+"),
-        "wait_for_nobody": (1, r"wait in __nanosleep for what no thread"),
     }
 
     @pytest.mark.parametrize("name", REPORTS)
@@ -388,6 +387,10 @@ class TestUndefined:
         with pytest.raises(KernelError, match=report) as caught:
             kernel("undefined", name)((1,), (threads,), (y,))
         assert str(caught.value).startswith(f"{name}, block (0, 0, 0), thread (")
+
+    def test_waiting_for_nobody(self):
+        with pytest.raises(KernelError, match="threads wait in __nanosleep for what nobody does"):
+            kernel("undefined", "wait_for_nobody")((1,), (2,), (np.zeros(64, np.int32),))
 
     def test_the_next_launch_is_well(self):
         y = np.zeros(64, np.int32)
@@ -418,7 +421,18 @@ class TestUndefined:
             assert len(list(Path("/proc/self/task").iterdir())) < 64
 
 
+@pytest.mark.skipif(bool(os.environ.get("KDTREE_SANITIZE")), reason="nothing to sanitize")
 class TestBuild:
+    @pytest.fixture(scope="class")
+    def folder(self, tmp_path_factory):
+        return tmp_path_factory.mktemp("cache")
+
+    @pytest.fixture
+    def cache(self, folder, monkeypatch):
+        """A cache that starts empty, of this class."""
+        monkeypatch.setenv("KDTREE_CACHE", str(folder))
+        return folder
+
     def test_processes_build_at_once(self, tmp_path):
         """Four of them with an empty cache: one library each, or one and the same, and no file of theirs is left."""
         script = (
@@ -433,8 +447,7 @@ class TestBuild:
         left = sorted(path.name.split("-")[0] for path in (tmp_path / "emulator").iterdir())
         assert left == ["block", "runtime"]
 
-    def test_a_library_is_built_once(self, tmp_path, monkeypatch):
-        monkeypatch.setenv("KDTREE_CACHE", str(tmp_path))
+    def test_a_library_is_built_once(self, cache):
         source = read_source(KERNELS / "gemv.cu")
         library = build.build_library(source, {})
         stamp = library.stat().st_mtime_ns
@@ -442,17 +455,14 @@ class TestBuild:
         assert library.stat().st_mtime_ns == stamp
         assert build.build_library(source, {"OTHER": "1"}) != library
 
-    def test_an_error_names_the_line(self, tmp_path, monkeypatch):
-        monkeypatch.setenv("KDTREE_CACHE", str(tmp_path))
+    def test_an_error_names_the_line(self, cache, tmp_path):
         (tmp_path / "broken.cu").write_text(
             '#include "ptx.cuh"\n\nextern "C" __global__ void broken(int* y)\n{\n    y[0] = nothing;\n}\n'
         )
         with pytest.raises(KernelError, match=r"(?s)broken\.cu does not compile.*broken\.cu:5.*nothing"):
             Kernel(tmp_path / "broken.cu")((1,), (1,), (np.zeros(1, np.int32),))
 
-    def test_a_frame_that_would_not_fit_is_refused(self, tmp_path, monkeypatch):
-        monkeypatch.setenv("KDTREE_CACHE", str(tmp_path))
-        monkeypatch.delenv("KDTREE_SANITIZE", raising=False)
+    def test_a_frame_that_would_not_fit_is_refused(self, cache, tmp_path):
         (tmp_path / "large.cu").write_text(
             'extern "C" __global__ void large(int* y)\n'
             "{\n    volatile int local[20000];\n    for (int i = 0; i < 20000; ++i)\n        local[i] = i;\n"

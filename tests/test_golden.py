@@ -280,7 +280,9 @@ def accept_any_child(tokens, parents, targets, max_path):
     if not len(children):
         return accepted
     path = np.append(accepted.path, children[0]).astype(np.int32)
-    return accepted._replace(path=path, tokens=np.append(accepted.tokens, accepted.tokens[-1]), length=path[:1] * 0 + len(path))
+    return accepted._replace(
+        path=path, tokens=np.append(accepted.tokens, accepted.tokens[-1]), length=path[:1] * 0 + len(path)
+    )
 
 
 def bonus_of_the_root(tokens, parents, targets, max_path):

@@ -94,7 +94,8 @@ def decode(
     prefill(model, cache, prompt[:-1])
     generation.prefill_seconds = time.perf_counter() - started
 
-    committed, kept = prompt.tolist(), []
+    committed: list[int] = prompt.tolist()
+    kept: list[np.ndarray] = []
     while len(generation.tokens) < limit:
         depth_limit = limit - len(generation.tokens) - 1
         proposal = draft(decoder, drafter, committed, node_budget, depth_limit, model.config.vocab_size)
@@ -131,9 +132,9 @@ def prefill(model: Model, cache: LatentCache, tokens: np.ndarray) -> None:
     for start in range(0, len(tokens), PREFILL_ROWS):
         chunk = tokens[start : start + PREFILL_ROWS]
         rows = np.arange(len(chunk), dtype=np.int32)
-        chain = map(model.device.put, (chunk, rows - 1, rows))
-        model.forward(*chain, cache, logits_of=slice(0))
-        cache.commit(model.device.put(rows), model.device.put(np.array([len(chunk)], np.int32)))
+        put = model.device.put
+        model.forward(put(chunk), put(rows - 1), put(rows), cache, logits_of=slice(0))
+        cache.commit(put(rows), put(np.array([len(chunk)], np.int32)))
 
 
 def draft(
@@ -163,14 +164,14 @@ def draft(
 
 
 def build(model: Model, root: int, proposal: Proposal | None, node_budget: int) -> DraftTree:
-    """The tree to verify. On a GPU it has node_budget + 1 rows, padding included, since the host doesn't know better."""
+    """The tree to verify. On a GPU it has node_budget + 1 rows, padding included: the host does not know how many."""
     put = model.device.put
     root_token = put(np.array([root], np.int32))
     if proposal is None:
         return DraftTree(root_token, put(np.array([-1], np.int32)), put(np.array([0], np.int32)), 1)
     log_probs, token_ids = (put(np.ascontiguousarray(marginals)) for marginals in proposal)
     tree = tree_build(root_token, log_probs, token_ids, node_budget)
-    if not isinstance(tree.num_nodes, int):
-        return tree
-    nodes = slice(tree.num_nodes)
-    return DraftTree(tree.tokens[nodes], tree.parents[nodes], tree.depths[nodes], tree.num_nodes)
+    if isinstance(tree.num_nodes, int):
+        nodes = slice(tree.num_nodes)
+        return DraftTree(tree.tokens[nodes], tree.parents[nodes], tree.depths[nodes], tree.num_nodes)
+    return tree

@@ -42,7 +42,9 @@ class Device(NamedTuple):
             raise ValueError(f"Engine.load: device={name!r}, expected one of {', '.join(DEVICES)}")
         if name == "cuda" or (name == "auto" and cuda_available()):
             if not cuda_available():
-                raise ValueError("Engine.load: device='cuda', but CuPy finds no GPU; `python -m kdtree_nb doctor` says what is missing")
+                raise ValueError(
+                    "Engine.load: device='cuda', but CuPy finds no GPU; `python -m kdtree_nb doctor` says what is missing"
+                )
             import cupy
 
             return cls("cuda", cupy)

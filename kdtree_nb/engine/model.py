@@ -39,8 +39,8 @@ class Model:
         self.weights = weights
         self.device = device
         self._scale = softmax_scale(config)
-        positions = np.arange(config.max_position_embeddings)
-        self._rope_table = tuple(map(device.put, rope_table(rotation_of(config), positions)))
+        cosines, sines = rope_table(rotation_of(config), np.arange(config.max_position_embeddings))
+        self._rope_table = device.put(cosines), device.put(sines)
         self._absorbed: dict[int, tuple[Array | Tiles, Array | Tiles]] = {}
 
     def forward(
@@ -83,7 +83,6 @@ class Model:
     def _attention(self, layer: int, x: Array, parents: Array, depths: Array, cache: LatentCache) -> Array:
         config, weights, at = self.config, self.weights, f"model.layers.{layer}.self_attn"
         absorb_key, expand_value = self._absorbed_weights(layer)
-        position = (self._rope_table, cache.length, depths)
 
         first = "q_proj" if config.q_lora_rank is None else "q_a_proj"
         compressed = weights.linear(x, f"{at}.{first}", f"{at}.kv_a_proj_with_mqa")
@@ -93,9 +92,10 @@ class Model:
             queries = weights.linear(queries, f"{at}.q_b_proj")
         queries = queries.reshape(len(x), config.num_attention_heads, config.qk_head_dim)
         q_latent = weights.heads(queries[..., : config.qk_nope_head_dim], absorb_key)  # [N, heads, kv_lora]
-        q_rope = rope(queries[..., config.qk_nope_head_dim :], *position)
+        q_rope = rope(queries[..., config.qk_nope_head_dim :], self._rope_table, cache.length, depths)
 
-        latent_write(compressed, weights.vector(f"{at}.kv_a_layernorm"), *position, cache.rows[layer])
+        norm = weights.vector(f"{at}.kv_a_layernorm")
+        latent_write(compressed, norm, self._rope_table, cache.length, depths, cache.rows[layer])
         mixed = tree_attention(
             self.device.xp.concatenate([q_latent, q_rope], axis=2),
             cache.rows[layer],
@@ -131,4 +131,5 @@ class Model:
         return output + self._swiglu(x, f"{at}.shared_experts") if self.config.n_shared_experts else output
 
     def _swiglu(self, x: Array, at: str) -> Array:
-        return self.weights.linear(swiglu(self.weights.linear(x, f"{at}.gate_proj", f"{at}.up_proj")), f"{at}.down_proj")
+        gate_up = self.weights.linear(x, f"{at}.gate_proj", f"{at}.up_proj")
+        return self.weights.linear(swiglu(gate_up), f"{at}.down_proj")

@@ -195,6 +195,7 @@ class Kernel:
             raise ValueError(f"{self.name}: arguments on different devices: {places}")
 
         device = next(iter(devices), None)
+        values: list[Any]
         if device is None:
             values = [
                 ctypes.c_void_p(address) if parameter.pointer else _SCALARS[parameter.type][1](value)

@@ -115,8 +115,8 @@ def moe(x: Array, expert_ids: Array, weights: Array, gate_up: Experts, down: Exp
         (THREADS,),
         (activations, down.values, down.scales, *blocks, outputs, np.int32(hidden), np.int32(width)),
     )
-    sizes = (np.int32(hidden), np.int32(top_k))
-    _sum.specialize(**down.types)((tokens,), (threads_for(hidden),), (outputs, weights, y, *sizes))
+    last = (outputs, weights, y, np.int32(hidden), np.int32(top_k))
+    _sum.specialize(**down.types)((tokens,), (threads_for(hidden),), last)
     return y
 
 

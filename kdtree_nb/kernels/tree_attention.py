@@ -35,7 +35,11 @@ def tree_attention(
     -------
     float32 [N, heads, kv_lora]
     """
-    if queries.ndim != 3 or cache.shape != (len(cache), queries.shape[2]) or not parents.shape == depths.shape == queries.shape[:1]:
+    if (
+        queries.ndim != 3
+        or cache.shape != (len(cache), queries.shape[2])
+        or not parents.shape == depths.shape == queries.shape[:1]
+    ):
         raise ValueError(
             f"tree_attention: queries {list(queries.shape)}, cache {list(cache.shape)}, parents {list(parents.shape)}, "
             f"depths {list(depths.shape)} do not fit"

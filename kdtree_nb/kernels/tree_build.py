@@ -42,4 +42,4 @@ def tree_build(root: Array, log_probs: Array, token_ids: Array, node_budget: int
     num_nodes = xp.empty(1, np.int32)
     sizes = [np.int32(n) for n in (length, width, node_budget)]
     _tree_build((1,), (32,), (root, log_probs, token_ids, *columns, num_nodes, *sizes))
-    return DraftTree(*columns, num_nodes)
+    return DraftTree(columns[0], columns[1], columns[2], num_nodes)

@@ -39,8 +39,9 @@ def forward(weights: Weights, config: ModelConfig, token_ids: np.ndarray, dtype:
     dtype [tokens, vocab]
     """
     *_, hidden = hidden_states(weights, config, token_ids, dtype)
-    head = weights["model.embed_tokens" if config.tie_word_embeddings else "lm_head"]
-    return rms_norm(hidden, weights["model.norm"].astype(dtype, copy=False), config.rms_norm_eps) @ head.astype(dtype, copy=False).T
+    norm = weights["model.norm"].astype(dtype, copy=False)
+    head = weights["model.embed_tokens" if config.tie_word_embeddings else "lm_head"].astype(dtype, copy=False)
+    return rms_norm(hidden, norm, config.rms_norm_eps) @ head.T
 
 
 def hidden_states(
@@ -51,7 +52,7 @@ def hidden_states(
     yield hidden
     for layer in range(config.num_hidden_layers):
         at = f"model.layers.{layer}"
-        own = {
+        own: dict[str, np.ndarray] = {
             name.removeprefix(f"{at}."): weight.astype(dtype, copy=False)
             for name, weight in weights.items()
             if name.startswith(f"{at}.")

@@ -9,6 +9,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from kdtree_nb.reference.tree_svg import tree_svg
+
 
 @dataclass(frozen=True, eq=False)
 class DraftTree:
@@ -20,14 +22,20 @@ class DraftTree:
         Index of each node's parent, always smaller than its own; −1 for the root and in padding.
     depths : int32 [N]
         0 for the root; −1 in padding. A node's position is prefix_len + depth.
-    num_nodes : int
+    num_nodes : int, or on a GPU int32 [1]
         Rows that are nodes, root included; the rest is padding.
     """
 
     tokens: np.ndarray
     parents: np.ndarray
     depths: np.ndarray
-    num_nodes: int
+    num_nodes: int | np.ndarray
+
+    def _repr_svg_(self) -> str | None:
+        """The tree drawn, as notebooks show it; a tree on a GPU is shown as text."""
+        if not isinstance(self.tokens, np.ndarray):
+            return None
+        return tree_svg([str(token) for token in self.tokens], self.parents)
 
 
 def tree_build(root: int, log_probs: np.ndarray, token_ids: np.ndarray, node_budget: int) -> DraftTree:
@@ -74,8 +82,8 @@ def tree_build(root: int, log_probs: np.ndarray, token_ids: np.ndarray, node_bud
         propose((*ranks[:-1], ranks[-1] + 1), parent, parent_score)  # next sibling
 
     padding = [-1] * (node_budget + 1 - len(tokens))
-    columns = (np.array(column + padding, np.int32) for column in (tokens, parents, depths))
-    return DraftTree(*columns, num_nodes=len(tokens))
+    arrays = [np.array(column + padding, np.int32) for column in (tokens, parents, depths)]
+    return DraftTree(arrays[0], arrays[1], arrays[2], len(tokens))
 
 
 def ancestors(parents: np.ndarray) -> np.ndarray:

@@ -12,7 +12,9 @@ EPSILON = 2.0**-24
 """Largest relative error of one rounding to float32."""
 
 
-def random_int4(rng: np.random.Generator, out_features: int, in_features: int, dtype: type = np.float32) -> QuantizedWeight:
+def random_int4(
+    rng: np.random.Generator, out_features: int, in_features: int, dtype: type = np.float32
+) -> QuantizedWeight:
     """Every code, and scales that give the weight a deviation of about 1/√in."""
     codes = rng.integers(-8, 8, (out_features, in_features)).astype(np.int8)
     scales = rng.uniform(0.5, 1.5, (out_features, in_features // 32)) / (4.6 * np.sqrt(max(in_features, 1)))

@@ -22,7 +22,9 @@ def expected(cache, prefix_len, path) -> np.ndarray:
     return moved
 
 
-@pytest.mark.parametrize("path", [[0], [0, 1], [0, 2, 3], [0, 2, 5], [0, 1, 2, 3], [0, 5, 6, 7, 8, 9], [0, 9], list(range(10))])
+@pytest.mark.parametrize(
+    "path", [[0], [0, 1], [0, 2, 3], [0, 2, 5], [0, 1, 2, 3], [0, 5, 6, 7, 8, 9], [0, 9], list(range(10))]
+)
 @pytest.mark.parametrize(("layers", "features", "prefix_len"), [(1, 1, 0), (3, 255, 7), (2, 257, 10), (5, 576, 1)])
 def test_paths(device, layers, features, prefix_len, path):
     """Also rows that are read and written: path [0, 2, 3] moves 2 to 1 and 3 to 2. Every bit comes along, NaN's too."""

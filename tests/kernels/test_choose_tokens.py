@@ -153,16 +153,23 @@ def test_no_rows(device):
 
 
 def test_numpy_arrays_take_the_specification():
-    logits, depths = np.random.default_rng(5).standard_normal((3, 50)).astype(np.float32), np.array([0, 1, -1], np.int32)
+    logits, depths = (
+        np.random.default_rng(5).standard_normal((3, 50)).astype(np.float32),
+        np.array([0, 1, -1], np.int32),
+    )
     targets = choose_tokens(logits, np.array([9], np.int32), depths, 0.7, 4)
     assert_same_bits(targets, sampling.choose_tokens(logits, np.array([9, 10, 9]), 0.7, 4))
 
 
 def test_refuses(device):
     def choose(logits: tuple, depths: int, temperature: float = 0.0, dtype: type = np.float32):
-        return choose_tokens(device.empty(logits, dtype), device.empty(1, np.int32), device.empty(depths, np.int32), temperature)
+        return choose_tokens(
+            device.empty(logits, dtype), device.empty(1, np.int32), device.empty(depths, np.int32), temperature
+        )
 
-    with pytest.raises(ValueError, match=r"choose_tokens: logits \[2, 7\] and depths \[3\], expected \[N, vocab\] and \[N\]"):
+    with pytest.raises(
+        ValueError, match=r"choose_tokens: logits \[2, 7\] and depths \[3\], expected \[N, vocab\] and \[N\]"
+    ):
         choose((2, 7), 3)
     with pytest.raises(ValueError, match=r"choose_tokens: logits \[2\] and depths \[2\]"):
         choose((2,), 2)

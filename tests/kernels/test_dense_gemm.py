@@ -165,5 +165,7 @@ def test_refuses_what_it_would_misread(device):
     with pytest.raises(TypeError, match=r"dense_gemm: .*'x' is float64"):
         dense_gemm(x.astype(np.float64), weight)
     for dtype in (np.float64, np.int32):
-        with pytest.raises(TypeError, match=rf"dense_gemm: weight is {np.dtype(dtype).name}, expected float32, bfloat16"):
+        with pytest.raises(
+            TypeError, match=rf"dense_gemm: weight is {np.dtype(dtype).name}, expected float32, bfloat16"
+        ):
             dense_gemm(x, device.empty((3, 7), dtype))

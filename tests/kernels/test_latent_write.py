@@ -110,14 +110,23 @@ def test_refuses(device):
     weight, _, table = setting(8, 4)
 
     def refuse(compressed: tuple, cache: tuple, depths: int, dtype: type = np.float32) -> None:
-        arrays = device.put(weight), tuple(map(device.put, table)), device.put([0], np.int32), device.empty(depths, np.int32)
+        arrays = (
+            device.put(weight),
+            tuple(map(device.put, table)),
+            device.put([0], np.int32),
+            device.empty(depths, np.int32),
+        )
         latent_write(device.empty(compressed, dtype), *arrays, device.empty(cache, np.float32))
 
     with pytest.raises(ValueError, match=r"latent_write: x \[2, 13\], expected \[rows, 12\]"):
         refuse((2, 13), (9, 13), 2)
-    with pytest.raises(ValueError, match=r"latent_write: compressed \[2, 12\], cache \[9, 13\], depths \[2\] do not fit"):
+    with pytest.raises(
+        ValueError, match=r"latent_write: compressed \[2, 12\], cache \[9, 13\], depths \[2\] do not fit"
+    ):
         refuse((2, 12), (9, 13), 2)
-    with pytest.raises(ValueError, match=r"latent_write: compressed \[2, 12\], cache \[9, 12\], depths \[3\] do not fit"):
+    with pytest.raises(
+        ValueError, match=r"latent_write: compressed \[2, 12\], cache \[9, 12\], depths \[3\] do not fit"
+    ):
         refuse((2, 12), (9, 12), 3)
     with pytest.raises(ValueError, match=r"latent_write: x \[2, 1, 12\]"):
         refuse((2, 1, 12), (9, 12), 2)

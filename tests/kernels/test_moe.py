@@ -89,7 +89,14 @@ def test_every_type_of_weight(device, dtype, packed):
 
 @pytest.mark.parametrize(
     ("tokens", "experts", "top_k", "hidden", "width"),
-    [(1, 1, 1, 32, 32), (1, 7, 7, 32, 32), (13, 3, 2, 64, 32), (8, 8, 1, 32, 96), (33, 6, 4, 288, 160), (70, 2, 1, 32, 64)],
+    [
+        (1, 1, 1, 32, 32),
+        (1, 7, 7, 32, 32),
+        (13, 3, 2, 64, 32),
+        (8, 8, 1, 32, 96),
+        (33, 6, 4, 288, 160),
+        (70, 2, 1, 32, 64),
+    ],
 )
 def test_shapes(device, tokens, experts, top_k, hidden, width):
     rng = np.random.default_rng(tokens)
@@ -290,12 +297,21 @@ FLOAT, WORDS = np.float32, np.int32
         (dict(x=(4, 1, 64)), r"x \[4, 1, 64\], expected \[rows, 64\]"),
         (dict(expert_ids=(3, 2)), r"expert_ids \[3, 2\] and weights \[4, 2\], expected \[4, top_k\]"),
         (dict(weights=(4, 3)), r"expert_ids \[4, 2\] and weights \[4, 3\], expected \[4, top_k\]"),
-        (dict(gate_up=(3, 192, 8), gate_up_scales=(3, 192, 1)), r"gate_up \[3, 192, 8\] with scales \[3, 192, 1\], expected"),
+        (
+            dict(gate_up=(3, 192, 8), gate_up_scales=(3, 192, 1)),
+            r"gate_up \[3, 192, 8\] with scales \[3, 192, 1\], expected",
+        ),
         (dict(gate_up=(3, 192, 9), gate_up_scales=(3, 192, 2)), r"gate_up \[3, 192, 9\] .* multiple of group_size=32"),
         (dict(gate_up_scales=(2, 192, 2)), r"gate_up \[3, 192, 8\] with scales \[2, 192, 2\]"),
-        (dict(gate_up=(3, 193, 8), gate_up_scales=(3, 193, 2)), r"down \[3, 64, 12\] does not fit gate_up \[3, 193, 8\]"),
+        (
+            dict(gate_up=(3, 193, 8), gate_up_scales=(3, 193, 2)),
+            r"down \[3, 64, 12\] does not fit gate_up \[3, 193, 8\]",
+        ),
         (dict(gate_up=(192, 8)), r"gate_up \[192, 8\], expected three axes"),
-        (dict(down=(2, 64, 12), down_scales=(2, 64, 3)), r"down \[2, 64, 12\] does not fit gate_up \[3, 192, 8\] and x \[4"),
+        (
+            dict(down=(2, 64, 12), down_scales=(2, 64, 3)),
+            r"down \[2, 64, 12\] does not fit gate_up \[3, 192, 8\] and x \[4",
+        ),
         (dict(down=(3, 32, 12), down_scales=(3, 32, 3)), r"down \[3, 32, 12\] does not fit"),
         (dict(down=(3, 64, 8), down_scales=(3, 64, 2)), r"down \[3, 64, 8\] does not fit"),
         (dict(down_scales=(3, 64, 6)), r"down \[3, 64, 12\] with scales \[3, 64, 6\]"),
@@ -310,7 +326,13 @@ def test_refuses_shapes(device, changes, message):
     }
     gate_up = Experts(arrays["gate_up"], arrays["gate_up_scales"])
     with pytest.raises(ValueError, match=f"moe: {message}"):
-        moe(arrays["x"], arrays["expert_ids"], arrays["weights"], gate_up, Experts(arrays["down"], arrays["down_scales"]))
+        moe(
+            arrays["x"],
+            arrays["expert_ids"],
+            arrays["weights"],
+            gate_up,
+            Experts(arrays["down"], arrays["down_scales"]),
+        )
 
 
 def test_refuses_what_it_would_misread(device):
@@ -328,6 +350,9 @@ def test_refuses_what_it_would_misread(device):
     shifted = device.empty(gate_up.values.size + 1, np.int32)[1:].reshape(gate_up.values.shape)
     with pytest.raises(ValueError, match=r"moe_gate_up: .*'weights' is not aligned to 16 bytes"):
         moe(x, expert_ids, weights, Experts(shifted, gate_up.scales), down)
-    many = Experts(device.empty((MAX_EXPERTS + 1, 2, 32), FLOAT)), Experts(device.empty((MAX_EXPERTS + 1, 32, 1), FLOAT))
+    many = (
+        Experts(device.empty((MAX_EXPERTS + 1, 2, 32), FLOAT)),
+        Experts(device.empty((MAX_EXPERTS + 1, 32, 1), FLOAT)),
+    )
     with pytest.raises(ValueError, match=r"moe: 1025 experts, expected at most 1024"):
         moe(x, expert_ids, weights, *many)

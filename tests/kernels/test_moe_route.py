@@ -19,7 +19,9 @@ UNDECIDED = 1e-5
 """Choices that are closer, but not equal, may fall either way: two exponentials decide."""
 
 
-def router(experts: int, top_k: int, groups: int = 1, kept: int = 1, norm: bool = True, scaling: float = 1.0) -> ModelConfig:
+def router(
+    experts: int, top_k: int, groups: int = 1, kept: int = 1, norm: bool = True, scaling: float = 1.0
+) -> ModelConfig:
     return tiny_config(
         n_routed_experts=experts,
         num_experts_per_tok=top_k,
@@ -193,7 +195,9 @@ def test_nan_is_never_chosen_while_another_is_left(device, groups, kept):
 
 
 def test_choices_stay_experts_also_under_impossible_biases(device):
-    ids, _ = run(device, np.zeros((2, 8)), [np.inf, -np.inf, np.nan, np.inf, -np.inf, -np.inf, np.nan, 0], router(8, 8, 4, 4))
+    ids, _ = run(
+        device, np.zeros((2, 8)), [np.inf, -np.inf, np.nan, np.inf, -np.inf, -np.inf, np.nan, 0], router(8, 8, 4, 4)
+    )
     assert np.sort(ids, axis=1).tolist() == [list(range(8))] * 2
 
 

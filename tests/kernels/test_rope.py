@@ -100,7 +100,9 @@ def test_refuses(device):
     def rotate(shape: tuple, depths: int, dtype: type = np.float32):
         return rope(device.empty(shape, dtype), table, device.empty(1, np.int32), device.empty(depths, np.int32))
 
-    with pytest.raises(ValueError, match=r"rope: x \[3, 2, 6\] and depths \[3\], expected \[tokens, heads, 8\] and \[tokens\]"):
+    with pytest.raises(
+        ValueError, match=r"rope: x \[3, 2, 6\] and depths \[3\], expected \[tokens, heads, 8\] and \[tokens\]"
+    ):
         rotate((3, 2, 6), 3)
     with pytest.raises(ValueError, match=r"rope: x \[3, 2, 8\] and depths \[4\]"):
         rotate((3, 2, 8), 4)

@@ -30,7 +30,9 @@ def test_large_gates(device):
     gates = np.array([-1e30, -1e4, -100, -88, -1e-30, 0, 1e-30, 88, 1e4, 1e18], np.float32)
     gate_up = np.stack([gates, np.full(10, 3, np.float32)], axis=1)
     y = device.host(swiglu(device.put(gate_up)))[:, 0]
-    np.testing.assert_allclose(y, exact(gate_up)[:, 0], rtol=CLOSE, atol=4e-36)  # CuPy compiles with -ftz=true: a subnormal sigmoid is 0
+    np.testing.assert_allclose(
+        y, exact(gate_up)[:, 0], rtol=CLOSE, atol=4e-36
+    )  # CuPy compiles with -ftz=true: a subnormal sigmoid is 0
     assert (y[:2] == 0).all() and (y[-2:] == 3 * gates[-2:]).all()
 
 

@@ -96,7 +96,9 @@ def test_refuses(device):
         columns = (device.empty(rows, dtype) for rows in (tokens, parents, targets))
         return tree_accept(*columns, max_path)
 
-    with pytest.raises(ValueError, match=r"tree_accept: tokens \[3\], parents \[4\], targets \[3\], expected the same \[N\]"):
+    with pytest.raises(
+        ValueError, match=r"tree_accept: tokens \[3\], parents \[4\], targets \[3\], expected the same \[N\]"
+    ):
         accept(3, 4, 3)
     with pytest.raises(ValueError, match=r"tree_accept: max_path=0, expected 1 or more"):
         accept(3, 3, 3, 0)

@@ -13,7 +13,9 @@ SCALE = 0.3
 
 
 def depths_of(parents: np.ndarray) -> np.ndarray:
-    return np.array([len(root_path(parents, node)) - 1 if node == 0 or parents[node] >= 0 else -1 for node in range(len(parents))])
+    return np.array(
+        [len(root_path(parents, node)) - 1 if node == 0 or parents[node] >= 0 else -1 for node in range(len(parents))]
+    )
 
 
 def random_tree(rng, nodes: int, spread: int = 5) -> np.ndarray:
@@ -235,7 +237,10 @@ def test_no_preference_gives_the_mean(device, keys):
 def test_the_scale_covers_both_parts_of_a_score(device):
     rng = np.random.default_rng(7)
     queries, cache = rng.standard_normal((2, 2, 8)).astype(np.float32), random_cache(rng, 12, 8, 12)
-    half, double = (run(device, factor * queries, cache, 10, [-1, 0], 6, 0.5 / factor) for factor in (np.float32(0.5), np.float32(2)))
+    half, double = (
+        run(device, factor * queries, cache, 10, [-1, 0], 6, 0.5 / factor)
+        for factor in (np.float32(0.5), np.float32(2))
+    )
     assert_same_bits(half, double)
 
 
@@ -244,7 +249,12 @@ def test_one_captured_launch_serves_every_round(device):
     rng = np.random.default_rng(8)
     queries, cache = (device.put(rng.standard_normal(shape), np.float32) for shape in ((4, 2, 8), (700, 8)))
     prefix_len, parents, depths = (device.put(column, np.int32) for column in ([0], [-1] * 4, [-1] * 4))
-    for new_prefix, new_parents in ((3, [-1, 0, 1, 2]), (600, [-1, 0, 0, 1]), (511, [-1, 0, -1, -1]), (5, [-1, 0, 0, 0])):
+    for new_prefix, new_parents in (
+        (3, [-1, 0, 1, 2]),
+        (600, [-1, 0, 0, 1]),
+        (511, [-1, 0, -1, -1]),
+        (5, [-1, 0, 0, 0]),
+    ):
         prefix_len[:], parents[:] = new_prefix, device.put(new_parents, np.int32)
         depths[:] = device.put(depths_of(np.array(new_parents)), np.int32)
         output = tree_attention(queries, cache, prefix_len, parents, depths, 6, SCALE)
@@ -260,7 +270,11 @@ def test_any_order_of_threads(device):
 
 
 def test_no_rows(device):
-    assert run(device, np.zeros((0, 2, 8), np.float32), np.zeros((9, 8), np.float32), 3, np.zeros(0), 6).shape == (0, 2, 6)
+    assert run(device, np.zeros((0, 2, 8), np.float32), np.zeros((9, 8), np.float32), 3, np.zeros(0), 6).shape == (
+        0,
+        2,
+        6,
+    )
 
 
 def test_numpy_arrays_take_the_specification():

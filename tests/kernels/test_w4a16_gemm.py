@@ -50,8 +50,12 @@ def test_whole_numbers_give_the_specification_to_the_bit(device, dtype):
 def test_one_hot_rows_read_every_code_of_the_weight(device):
     """Row i of the identity gives column i: each of the 16 codes in each of the 32 places of a group."""
     codes = (np.arange(64)[:, None] // 4 + np.arange(64)) % 16 - 8
-    weight = QuantizedWeight(pack(codes.astype(np.int8)), np.exp2(np.arange(128).reshape(64, 2) % 9 - 4.0, dtype=np.float32))
-    y = device.host(w4a16_gemm(device.put(np.eye(64), np.float32), device.put(weight.qweight), device.put(weight.scales)))
+    weight = QuantizedWeight(
+        pack(codes.astype(np.int8)), np.exp2(np.arange(128).reshape(64, 2) % 9 - 4.0, dtype=np.float32)
+    )
+    y = device.host(
+        w4a16_gemm(device.put(np.eye(64), np.float32), device.put(weight.qweight), device.put(weight.scales))
+    )
     np.testing.assert_array_equal(y, weight.dequantized.T)
 
 
@@ -64,7 +68,9 @@ def test_one_hot_rows_read_every_code_of_the_weight(device):
 def test_groups_that_were_once_wrong(device, group, dtype):
     values = np.tile(np.array(group, np.float32), 8)[None].astype(dtype)
     weight = quantize(values)
-    y = device.host(w4a16_gemm(device.put(np.eye(32), np.float32), device.put(weight.qweight), device.put(weight.scales)))
+    y = device.host(
+        w4a16_gemm(device.put(np.eye(32), np.float32), device.put(weight.qweight), device.put(weight.scales))
+    )
     np.testing.assert_array_equal(y[:, 0], weight.dequantized[0])
     step = weight.scales.astype(np.float32).max()
     np.testing.assert_allclose(y[:, 0], values[0].astype(np.float32), atol=0.51 * step, rtol=0)
@@ -75,7 +81,9 @@ def test_a_scale_of_1e_6_in_half_precision(device):
     scales = np.array([[1e-6]], np.float16)
     assert 0 < scales[0, 0] < np.finfo(np.float16).tiny
     weight = QuantizedWeight(pack(np.arange(-8, 8).repeat(2)[None].astype(np.int8)), scales)
-    y = device.host(w4a16_gemm(device.put(np.eye(32), np.float32), device.put(weight.qweight), device.put(weight.scales)))
+    y = device.host(
+        w4a16_gemm(device.put(np.eye(32), np.float32), device.put(weight.qweight), device.put(weight.scales))
+    )
     np.testing.assert_array_equal(y[:, 0], weight.dequantized[0])
 
 
@@ -129,7 +137,9 @@ def test_a_nan_row_reaches_only_itself(device, row):
 
 
 def test_more_rows_than_a_grid_is_high(device):
-    weight = QuantizedWeight(pack(np.arange(-8, 8).repeat(4).reshape(2, 32).astype(np.int8)), np.ones((2, 1), np.float32))
+    weight = QuantizedWeight(
+        pack(np.arange(-8, 8).repeat(4).reshape(2, 32).astype(np.int8)), np.ones((2, 1), np.float32)
+    )
     x = (np.arange(65_543 * 32) % 17).reshape(-1, 32).astype(np.float32)
     y = w4a16_gemm(device.put(x), device.put(weight.qweight), device.put(weight.scales))
     np.testing.assert_array_equal(device.host(y), x @ weight.dequantized.T)
