@@ -330,3 +330,24 @@ def _clean(axes: Axes) -> Axes:
     axes.grid(axis="y", color="#e6e9ed", lw=0.8)
     axes.set_axisbelow(True)
     return axes
+
+
+def visibility(axes: Axes, visible: np.ndarray, labels: Sequence[str]) -> Axes:
+    """Which rows of a tree each row attends to, besides the prefix.
+
+    Parameters
+    ----------
+    visible : bool [N, N]
+    labels : [N]
+        Of the rows, in their order.
+    """
+    axes.imshow(visible, cmap="Blues", vmin=0, vmax=1.4)
+    edges = np.arange(len(labels) + 1) - 0.5
+    axes.vlines(edges, edges[0], edges[-1], color="#e6e9ed", lw=0.8)
+    axes.hlines(edges, edges[0], edges[-1], color="#e6e9ed", lw=0.8)
+    axes.set_xticks(range(len(labels)))
+    axes.set_yticks(range(len(labels)), labels, family="monospace")
+    axes.set(xlabel="slot that is seen", ylabel="row")
+    axes.tick_params(length=0, labelsize="small")
+    axes.spines[:].set_visible(False)
+    return axes

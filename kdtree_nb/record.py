@@ -1,6 +1,7 @@
 """Results with what they were measured on: the JSON files of ``golden/measurements/``."""
 
 import json
+import os
 import platform
 import subprocess
 from collections.abc import Iterator
@@ -61,7 +62,7 @@ def versions() -> dict[str, str]:
 
 
 def commit() -> str:
-    """The checkout's commit, or ``unknown`` outside one; ``-dirty`` where files differ from it."""
+    """The checkout's commit, ``-dirty`` where files differ from it; outside one what ``GIT_COMMIT`` says, or ``unknown``."""
     try:
         described = subprocess.run(
             ["git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"],
@@ -71,5 +72,5 @@ def commit() -> str:
             check=True,
         )
     except (OSError, subprocess.CalledProcessError):
-        return "unknown"
+        return os.environ.get("GIT_COMMIT", "unknown")
     return described.stdout.strip()

@@ -152,7 +152,7 @@ def test_is_the_reference_with_any_feature(case: int, tmp_path: Path) -> None:
     engine = Engine.load(model.path)
     for length in (1, 2, 63, 64, 65, 130):
         prompt = random_prompt(length)
-        generation = engine.generate(prompt, max_new_tokens=3, keep_logits=True)
+        generation = engine.generate(prompt, max_new_tokens=2, keep_logits=True)
         expected = forward(model.weights, config, whole_text(prompt, generation))[length - 1 : -1]
         assert generation.tokens == expected.argmax(axis=1).tolist()
         assert np.abs(generation.logits - expected).max() <= TOLERANCE
@@ -346,10 +346,10 @@ def test_samples_follow_the_reference_distribution(built: Built, engine: Engine)
 
 def test_sampled_ranks_are_as_probable_as_the_logits_say(engine: Engine) -> None:
     """Over a long text, the sum of p(token) has the mean Σ p² of independent draws."""
-    run = engine.generate(PROMPT, max_new_tokens=200, temperature=1.0, seed=11, keep_logits=True)
+    run = engine.generate(PROMPT, max_new_tokens=120, temperature=1.0, seed=11, keep_logits=True)
     p = np.exp(run.logits - run.logits.max(axis=1, keepdims=True)).astype(np.float64)
     p /= p.sum(axis=1, keepdims=True)
-    taken = p[np.arange(200), run.tokens]
+    taken = p[np.arange(120), run.tokens]
     mean, square = (p * p).sum(axis=1), (p**3).sum(axis=1)
     assert abs((taken - mean).sum()) < 4 * np.sqrt((square - mean**2).sum())
 
@@ -566,7 +566,7 @@ def test_a_drafter_that_counts_as_false_is_used(engine: Engine) -> None:
 
 def test_generations_in_a_row_are_the_same(built: Built, plain: dict[int, Generation]) -> None:
     engine = Engine.load(built.path)
-    for length, decoder in [(122, "ddtree"), (2, "ar"), (61, "chain"), (122, "ar"), (1, "ddtree"), (61, "ddtree")] * 2:
+    for length, decoder in [(122, "ddtree"), (2, "ar"), (61, "chain"), (122, "ar"), (1, "ddtree"), (61, "ddtree")]:
         run = engine.generate(random_prompt(length), decoder, max_new_tokens=NEW_TOKENS, keep_logits=True)
         assert_same_generation(run, plain[length])
 

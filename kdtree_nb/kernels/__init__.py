@@ -1,1 +1,1 @@
-"""CUDA kernels, one ``.cu`` and one ``.py`` each; until they land, the engine runs their NumPy specification."""
+"""CUDA kernels, one ``.cu`` and one ``.py`` each: on CuPy arrays, on NumPy arrays, or emulated (:mod:`.launch`)."""

@@ -95,6 +95,8 @@ def compile_cubin(
 
 @functools.cache
 def _load(library: Path) -> ctypes.CDLL:
+    for builtins in library.parent.glob("libnvrtc-builtins.so.*"):
+        ctypes.CDLL(str(builtins))  # NVRTC asks for it by name, which finds it in memory; under a sanitizer only there
     return ctypes.CDLL(str(library))
 
 

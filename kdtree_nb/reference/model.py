@@ -39,8 +39,9 @@ def forward(weights: Weights, config: ModelConfig, token_ids: np.ndarray, dtype:
     dtype [tokens, vocab]
     """
     *_, hidden = hidden_states(weights, config, token_ids, dtype)
-    norm = weights["model.norm"].astype(dtype, copy=False)
-    head = weights["model.embed_tokens" if config.tie_word_embeddings else "lm_head"].astype(dtype, copy=False)
+    norm: np.ndarray = weights["model.norm"].astype(dtype, copy=False)
+    name = "model.embed_tokens" if config.tie_word_embeddings else "lm_head"
+    head: np.ndarray = weights[name].astype(dtype, copy=False)
     return rms_norm(hidden, norm, config.rms_norm_eps) @ head.T
 
 
