@@ -7,7 +7,7 @@ python := $(venv)/bin/python
 pip := $(python) -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 nbval := --nbval --nbval-current-env --nbval-cell-timeout=300 --nbval-sanitize-with=tests/nbval_sanitize.cfg
 
-.PHONY: help demo test lab check check-format check-lint check-types check-pairs execute golden parity clean
+.PHONY: help demo test sanitize lab check check-format check-lint check-types check-pairs execute golden parity clean
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
 
@@ -20,6 +20,10 @@ demo: $(venv)/with-package  ## verify the golden files, generate with every deco
 
 test: $(venv)/with-test  ## run the tests, and every notebook against its stored outputs
 	$(python) -m pytest -n 2 --dist loadfile $(nbval) tests notebooks
+
+sanitize: $(venv)/with-test  ## run the kernels' tests in the emulator, with address and undefined-behaviour sanitizers
+	$(python) -m kdtree_nb.kernels.emulator.sanitize -m pytest -q -n 2 --dist loadfile tests/kernels tests/test_emulator.py \
+	    --ignore=tests/kernels/test_resources.py
 
 lab: $(venv)/with-notebooks  ## open JupyterLab on the notebooks
 	$(python) -m jupyterlab notebooks

@@ -82,7 +82,7 @@ def make_cases(
 def save_cases(path: Path, cases: Sequence[GoldenCase]) -> None:
     """Write a golden file."""
     tensors = {f"{i}.{name}": array for i, case in enumerate(cases) for name, array in case._asdict().items()}
-    save_file(tensors, path, metadata={"format": "kdtr-golden", "cases": str(len(cases))})
+    save_file(tensors, path, metadata={"format": "kdtr-golden"})
 
 
 def load_cases(path: Path) -> list[GoldenCase]:

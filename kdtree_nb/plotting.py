@@ -308,6 +308,63 @@ def layer_differences(axes: Axes, differences: Mapping[str, np.ndarray]) -> Axes
     return _clean(axes)
 
 
+def sectors(axes: Axes, addresses: np.ndarray, size: int) -> Axes:
+    """What a warp's request asks of memory: a line a sector of 32 bytes, each word with the lane that asked for it.
+
+    Parameters
+    ----------
+    addresses : int [lanes]
+        Of the first byte of each lane, a multiple of 4.
+    size : int
+        Bytes a lane, a multiple of 4.
+    """
+    words = addresses[:, None] // 4 + np.arange(size // 4)
+    lines, line = np.unique(words // 8, return_inverse=True)
+    lane_of = np.full((len(lines), 8), np.nan)
+    lane_of[line.reshape(words.shape), words % 8] = np.arange(len(addresses))[:, None]
+    axes.imshow(np.where(np.isnan(lane_of), 0.12, np.nan), cmap="Greys", vmin=0, vmax=1, aspect="auto")
+    axes.imshow(lane_of, cmap="viridis", vmin=0, vmax=len(addresses), aspect="auto")
+    for (row, column), lane in np.ndenumerate(lane_of):
+        if not np.isnan(lane):
+            color = "white" if lane < 0.7 * len(addresses) else INK
+            axes.text(column, row, f"{lane:.0f}", ha="center", va="center", fontsize=6, color=color)
+    axes.hlines(np.arange(len(lines) + 1) - 0.5, -0.5, 7.5, color="white", lw=1.5)
+    axes.set(xlabel="word of the sector", ylabel="sector sent", xticks=range(8))
+    axes.set_yticks([0, len(lines) - 1], ["1", str(len(lines))])
+    axes.spines[:].set_visible(False)
+    return axes
+
+
+def floors(
+    axes: Axes,
+    rows: np.ndarray,
+    lines: Mapping[str, np.ndarray],
+    measured_rows: np.ndarray,
+    measured: Mapping[str, Sequence[float]],
+) -> Axes:
+    """Lower bounds of a product's time as lines over its rows, and measured times as points.
+
+    Parameters
+    ----------
+    rows : float [n]
+    lines : mapping from label to float [n]
+    measured_rows : int [m]
+    measured : mapping from label to float [m]
+    """
+    for (label, values), color in zip(lines.items(), _colors(len(lines)), strict=True):
+        axes.loglog(rows, values, color=color, lw=1.8, label=label)
+    for (label, times), marker in zip(measured.items(), "os^D*v", strict=False):
+        axes.loglog(measured_rows, times, marker, ms=6, color=INK, mfc="white", mew=1.2, label=label)
+    ticks = 2 ** np.arange(int(np.log2(rows[-1])) + 1)
+    axes.set_xticks(ticks, map(str, ticks), minor=False)
+    axes.set_xticks([], minor=True)
+    axes.set_yticks(times := [1, 2, 5, 10, 20, 50, 100, 200], map(str, times))
+    axes.set_yticks([], minor=True)
+    axes.set(xlabel="rows")
+    axes.legend(fontsize="small", frameon=False, loc="center left", bbox_to_anchor=(1, 0.5))
+    return _clean(axes)
+
+
 def _tree_layout(parents: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Depth and height of each node: a first child continues its parent's line, each leaf has a line of its own."""
     depths, heights, lines = np.zeros(len(parents)), np.zeros(len(parents)), 0

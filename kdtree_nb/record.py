@@ -62,7 +62,7 @@ def versions() -> dict[str, str]:
 
 
 def commit() -> str:
-    """The checkout's commit, ``-dirty`` where files differ from it; outside one what ``GIT_COMMIT`` says, or ``unknown``."""
+    """The checkout's commit, ``-dirty`` where files differ; outside one what ``GIT_COMMIT`` says, or ``unknown``."""
     try:
         described = subprocess.run(
             ["git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"],

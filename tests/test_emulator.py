@@ -1,5 +1,6 @@
 """The emulator against NumPy, and what it reports of what a GPU leaves undefined."""
 
+import importlib.util
 import math
 import os
 import shutil
@@ -39,6 +40,18 @@ def kernel(file: str, name: str, **defines: int) -> Kernel:
 def schedule(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     monkeypatch.setenv("KDTREE_SCHEDULE", request.param)
     return request.param
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("cache")
+
+
+@pytest.fixture
+def cache(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A cache other than the user's, the same for all tests of this file."""
+    monkeypatch.setenv("KDTREE_CACHE", str(folder))
+    return folder
 
 
 class TestBlocks:
@@ -403,7 +416,7 @@ class TestUndefined:
     @pytest.mark.skipif(bool(os.environ.get("KDTREE_SANITIZE")), reason="sanitizers end the process")
     def test_faults(self):
         y = np.zeros(64, np.int32)
-        with pytest.raises(KernelError, match=r"null_pointer.*access to address"):
+        with pytest.raises(KernelError, match=r"null_pointer.*access to address 0x0, which is not there"):
             kernel("undefined", "null_pointer")((1,), (64,), (None,))
         with pytest.raises(KernelError, match="division of an integer by zero"):
             kernel("undefined", "divide")((1,), (64,), (y, np.int32(0)))
@@ -423,16 +436,6 @@ class TestUndefined:
 
 @pytest.mark.skipif(bool(os.environ.get("KDTREE_SANITIZE")), reason="nothing to sanitize")
 class TestBuild:
-    @pytest.fixture(scope="class")
-    def folder(self, tmp_path_factory):
-        return tmp_path_factory.mktemp("cache")
-
-    @pytest.fixture
-    def cache(self, folder, monkeypatch):
-        """A cache that starts empty, of this class."""
-        monkeypatch.setenv("KDTREE_CACHE", str(folder))
-        return folder
-
     def test_processes_build_at_once(self, tmp_path):
         """Four of them with an empty cache: one library each, or one and the same, and no file of theirs is left."""
         script = (
@@ -564,6 +567,77 @@ class TestSanitizers:
         monkeypatch.setenv("KDTREE_SANITIZE", "1")
         with pytest.raises(KernelError, match=r"kdtree_nb\.kernels\.emulator.sanitize"):
             kernel("gemv", "gemv", OTHER=1)((1,), (32,), (None, None, None, None, np.int32(0)))
+
+
+def has_gpu() -> bool:
+    if importlib.util.find_spec("cupy") is None:
+        return False
+    import cupy
+
+    return bool(cupy.cuda.is_available())
+
+
+@pytest.mark.skipif(not has_gpu(), reason="no GPU")
+class TestAgainstGpu:
+    """What README.md calls exact is what a GPU computes."""
+
+    def both(self, launch: Kernel, grid: int, block: int, args: list) -> list[tuple[np.ndarray, np.ndarray]]:
+        """Each array after the launch on a GPU and after the launch here; bfloat16 as its bits."""
+        import cupy
+
+        bits = [arg.view(np.uint16) if getattr(arg, "dtype", None) == bfloat16 else arg for arg in args]
+        here = [arg.copy() if isinstance(arg, np.ndarray) else arg for arg in bits]
+        there = [cupy.asarray(arg) if isinstance(arg, np.ndarray) else arg for arg in bits]
+        launch((grid,), (block,), here)
+        launch((grid,), (block,), there)
+        return [(cupy.asnumpy(gpu), cpu) for gpu, cpu in zip(there, here, strict=True) if isinstance(cpu, np.ndarray)]
+
+    def test_bits(self):
+        x, y, z = (random.integers(0, 2**32, 1024, np.uint32) for _ in range(3))
+        args = [x, y, z, np.zeros((17, 1024), np.uint32), np.int32(1024)]
+        for gpu, cpu in self.both(kernel("arithmetic", "bits"), 8, 128, args):
+            np.testing.assert_array_equal(gpu, cpu)
+
+    def test_floats(self):
+        x, y, z = (random.standard_normal(1024, np.float32) for _ in range(3))
+        args = [x, y, z, np.zeros((20, 1024), np.float32), np.int32(1024)]
+        gpu, cpu = self.both(kernel("arithmetic", "floats"), 8, 128, args)[3]
+        same = [0, 1, 2, 3, 4, 5, 6, 10, 11, 12, 13, 14, 15, 16]
+        np.testing.assert_array_equal(gpu[same], cpu[same])
+        np.testing.assert_allclose(gpu, cpu, rtol=1e-5)
+
+    @pytest.mark.parametrize(("dtype", "name"), [(np.float16, "halves"), (bfloat16, "bfloats")])
+    def test_narrow_floats(self, dtype, name):
+        x, y, z = (random.standard_normal(4096).astype(dtype) for _ in range(3))
+        wide = random.standard_normal(4096, np.float32)
+        args = [x, y, z, wide, np.zeros((6, 4096), dtype), np.zeros(4096, np.float32), np.int32(4096)]
+        for gpu, cpu in self.both(kernel("arithmetic", name), 16, 256, args):
+            np.testing.assert_array_equal(gpu, cpu)
+
+    @pytest.mark.parametrize(("name", "outputs", "arguments"), [("votes", 4, [0x00F0F000]), ("reductions", 8, [ALL])])
+    def test_warps(self, name, outputs, arguments):
+        x = random.integers(-3, 3, 32).astype(np.int32)
+        y = np.zeros((outputs, 32), np.uint32 if name == "votes" else np.int32)
+        for gpu, cpu in self.both(kernel("warp", name), 1, 32, [x, y, *map(np.uint32, arguments)]):
+            np.testing.assert_array_equal(gpu, cpu)
+
+    @pytest.mark.parametrize("width", [8, 32])
+    def test_shuffles(self, width):
+        args = [random.random(64, np.float32), np.zeros((4, 64), np.float32), np.int32(3), np.int32(width)]
+        for gpu, cpu in self.both(kernel("warp", "shuffle_float"), 1, 64, args):
+            np.testing.assert_array_equal(gpu, cpu)
+
+    def test_ldmatrix(self):
+        args = [random.integers(0, 2**16, 256, np.uint16), np.zeros((4, 4, 32), np.uint32)]
+        for gpu, cpu in self.both(kernel("tensor_core", "load_matrices"), 1, 32, args):
+            np.testing.assert_array_equal(gpu, cpu)
+
+    @pytest.mark.parametrize(("dtype", "name"), [(bfloat16, "multiply_bf16"), (np.float16, "multiply_fp16")])
+    def test_mma(self, dtype, name):
+        a, b = random.standard_normal((16, 16)).astype(dtype), random.standard_normal((8, 16)).astype(dtype)
+        args = [a, b, random.standard_normal((16, 8)).astype(np.float32), np.zeros((16, 8), np.float32)]
+        gpu, cpu = self.both(kernel("tensor_core", name), 1, 32, args)[3]
+        np.testing.assert_allclose(gpu, cpu, rtol=1e-5, atol=1e-5)
 
 
 def test_speed_of_a_gemv(record_property):

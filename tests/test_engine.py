@@ -749,7 +749,7 @@ def test_memory_stays_within_twice_the_weights_used(tmp_path: Path, reads: Count
     path = build(tmp_path / "m.kdtr", config).path
     tracemalloc.start()
     try:
-        Engine.load(path).generate([1, 2, 3], "ar", max_new_tokens=4)
+        Engine.load(path, "cpu").generate([1, 2, 3], "ar", max_new_tokens=4)
         _, peak = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()
@@ -758,3 +758,17 @@ def test_memory_stays_within_twice_the_weights_used(tmp_path: Path, reads: Count
     used_bytes = sum(4 * int(np.prod(shapes[name])) for name in used)
     assert len(used) < 0.8 * len(shapes)
     assert peak <= 2 * used_bytes
+
+
+@pytest.mark.parametrize("kind", ["gate", "even experts"])
+def test_weights_of_one_product_may_be_stored_in_two_ways(tmp_path: Path, kind: str) -> None:
+    """A bundle may pack a gate and not its up projection, or every other expert; the kernels take it as NumPy does."""
+
+    def select(name: str) -> bool:
+        return (
+            name.endswith("gate_proj") if kind == "gate" else ".experts." in name and int(name.split(".")[5]) % 2 == 0
+        )
+
+    path = build(tmp_path / "mixed.kdtr", tiny_config(), SEED, select=select).path
+    texts = [Engine.load(path, device).generate([5, 3, 60], "ar", max_new_tokens=4) for device in ("cpu", "emulated")]
+    assert texts[0].tokens == texts[1].tokens

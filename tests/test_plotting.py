@@ -157,3 +157,11 @@ def test_every_figure_takes_the_axes_first_and_says_what_it_shows() -> None:
             assert (first.name, first.annotation) == ("axes", Axes), name
             assert inspect.signature(function).return_annotation is Axes, name
             assert function.__doc__, name
+
+
+def test_visibility(axes: Axes) -> None:
+    visible = np.array([[True, False], [True, True]])
+    assert plotting.visibility(axes, visible, ["root", "a"]) is axes
+    (image,) = axes.get_images()
+    np.testing.assert_array_equal(image.get_array(), visible)
+    assert [tick.get_text() for tick in axes.get_yticklabels()] == ["root", "a"]

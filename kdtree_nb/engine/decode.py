@@ -149,18 +149,18 @@ def draft(
     """
     if decoder == "ar" or node_budget == 0 or depth_limit == 0:
         return None
-    width = 1 if decoder == "chain" else None
-    log_probs, token_ids = (
-        marginals[:depth_limit, :width] for marginals in drafter.propose(np.array(committed, np.int32))
-    )
+    log_probs, token_ids = drafter.propose(np.array(committed, np.int32))
+    log_probs, token_ids = np.asarray(log_probs, np.float32), np.asarray(token_ids)
     check_marginals(log_probs, token_ids, node_budget)
+    kept = slice(depth_limit), slice(1 if decoder == "chain" else None)
+    log_probs, token_ids = log_probs[kept], token_ids[kept]
     proposed = token_ids[log_probs > -np.inf]
     if proposed.size and not 0 <= proposed.min() <= proposed.max() < vocab_size:
         raise ValueError(
             f"decode: the drafter proposed token ids {proposed.min()}..{proposed.max()}, "
             f"expected 0 to {vocab_size - 1}, the target's vocabulary"
         )
-    return log_probs, token_ids
+    return log_probs, np.where(log_probs > -np.inf, token_ids, 0).astype(np.int32)
 
 
 def build(model: Model, root: int, proposal: Proposal | None, node_budget: int) -> DraftTree:

@@ -43,7 +43,7 @@ class Device(NamedTuple):
         if name == "cuda" or (name == "auto" and cuda_available()):
             if not cuda_available():
                 raise ValueError(
-                    "Engine.load: device='cuda', but CuPy finds no GPU; `python -m kdtree_nb doctor` says what is missing"
+                raise ValueError("Engine.load: device='cuda', but CuPy finds no GPU; `doctor` says what is missing")
                 )
             import cupy
 

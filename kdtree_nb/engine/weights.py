@@ -43,8 +43,11 @@ class Weights:
         """
         if not runs_cuda(x):
             return linear(x, self._tiled(names))
-        if self._is_packed(names[0]):
+        packed = [self._is_packed(name) for name in names]
+        if all(packed):
             return w4a16_gemm(x, *self._on_device(names, ".qw", ".sc"))
+        if any(packed):
+            return self._device.xp.concatenate([self.linear(x, name) for name in names], axis=1)
         return dense_gemm(x, *self._on_device(names, ""))
 
     def heads(self, x: Array, weight: Array | Tiles) -> Array:
@@ -101,6 +104,10 @@ class Weights:
         return arrays[0] if len(arrays) == 1 else np.concatenate(arrays)
 
     def _stacked(self, names_of_expert: list[list[str]]) -> Experts:
-        parts = (".qw", ".sc") if self._is_packed(names_of_expert[0][0]) else ("",)
+        packed = [self._is_packed(name) for names in names_of_expert for name in names]
+        if any(packed) and not all(packed):  # one stack has one kind
+            floats = [np.concatenate([self.matrix(name) for name in names]) for names in names_of_expert]
+            return Experts(self._device.put(np.stack(floats)))
+        parts = (".qw", ".sc") if all(packed) else ("",)
         stacks = [np.stack([self._side_by_side(names, part) for names in names_of_expert]) for part in parts]
         return Experts(*map(self._device.put, stacks))

@@ -33,8 +33,8 @@ def latent_write(
     check_rows("latent_write", compressed, kv_lora + 2 * pairs)
     if cache.shape[1:] != compressed.shape[1:] or depths.shape != (tokens,):
         raise ValueError(
-            f"latent_write: compressed {list(compressed.shape)}, cache {list(cache.shape)}, depths {list(depths.shape)} "
-            "do not fit"
+            f"latent_write: compressed {list(compressed.shape)}, cache {list(cache.shape)}, "
+            f"depths {list(depths.shape)} do not fit"
         )
     if not runs_cuda(compressed):
         start = int(prefix_len[0])

@@ -74,7 +74,8 @@ def moe(x: Array, expert_ids: Array, weights: Array, gate_up: Experts, down: Exp
     experts, width = gate_up.values.shape[0], down.in_features
     if gate_up.values.shape[1] != 2 * width or down.values.shape[:2] != (experts, x.shape[1]):
         raise ValueError(
-            f"moe: down {list(down.values.shape)} does not fit gate_up {list(gate_up.values.shape)} and x {list(x.shape)}"
+            f"moe: down {list(down.values.shape)} does not fit gate_up {list(gate_up.values.shape)} "
+            f"and x {list(x.shape)}"
         )
     if expert_ids.ndim != 2 or len(expert_ids) != len(x) or weights.shape != expert_ids.shape:
         raise ValueError(

@@ -35,7 +35,8 @@ def rope(x: Array, table: Table, prefix_len: Array, depths: Array) -> Array:
     features = 2 * table[0].shape[1]
     if x.ndim != 3 or x.shape[2] != features or depths.shape != x.shape[:1]:
         raise ValueError(
-            f"rope: x {list(x.shape)} and depths {list(depths.shape)}, expected [tokens, heads, {features}] and [tokens]"
+            f"rope: x {list(x.shape)} and depths {list(depths.shape)}, "
+            f"expected [tokens, heads, {features}] and [tokens]"
         )
     if x.strides[2] != x.itemsize:
         raise ValueError(f"rope: the heads of x are not contiguous (strides {x.strides})")

@@ -14,7 +14,7 @@ typedef unsigned long long Key;
 
 __device__ __forceinline__ Key key_of(float log_prob, int id)
 {
-    const unsigned bits = __float_as_uint(isnan(log_prob) ? -INFINITY : log_prob == 0.0f ? 0.0f : log_prob);
+    const unsigned bits = __float_as_uint(isnan(log_prob) ? -INFINITY : log_prob);
     const unsigned ordered = bits & 0x80000000u ? ~bits : bits | 0x80000000u;
     return Key(ordered) << 32 | (0xffffffffu - unsigned(id));
 }

@@ -16,16 +16,14 @@ struct Candidate {
     int parent, rank, depth;
 };
 
-// Whether the path of ranks of a comes before that of b, another one; rank and parent are the nodes'.
+// Whether the path of ranks of a comes before that of b; rank and parent are the nodes'. Neither path is the start of
+// the other: what is above a candidate has been taken.
 __device__ bool comes_before(Candidate a, Candidate b, const int* rank, const int* parent)
 {
-    const bool shorter = a.depth < b.depth;
     while (a.depth > b.depth)
         a = {a.score, parent[a.parent], rank[a.parent], a.depth - 1};
     while (b.depth > a.depth)
         b = {b.score, parent[b.parent], rank[b.parent], b.depth - 1};
-    if (a.parent == b.parent && a.rank == b.rank)
-        return shorter;
     while (a.parent != b.parent) {
         a = {a.score, parent[a.parent], rank[a.parent], a.depth - 1};
         b = {b.score, parent[b.parent], rank[b.parent], b.depth - 1};

@@ -24,9 +24,11 @@ class Tiles(NamedTuple):
 def tile(weight: np.ndarray) -> Tiles:
     """Cut weights [..., out, in] into tiles, each a matrix [in, 64]."""
     *stack, out_features, in_features = weight.shape
-    padding = [(0, 0)] * len(stack) + [(0, -out_features % COLUMNS), (0, 0)]
-    tiles = np.pad(weight, padding).reshape(*stack, -1, COLUMNS, in_features)
-    return Tiles(np.ascontiguousarray(tiles.swapaxes(-1, -2)), out_features)
+    tiles = np.zeros((*stack, -(-out_features // COLUMNS), in_features, COLUMNS), weight.dtype)
+    for first in range(0, out_features, COLUMNS):  # never a second copy of a large weight
+        part = weight[..., first : first + COLUMNS, :]
+        tiles[..., first // COLUMNS, :, : part.shape[-2]] = part.swapaxes(-1, -2)
+    return Tiles(tiles, out_features)
 
 
 def linear(x: np.ndarray, weight: Tiles) -> np.ndarray:

@@ -33,7 +33,7 @@ class DraftTree:
 
     def _repr_svg_(self) -> str | None:
         """The tree drawn, as notebooks show it; a tree on a GPU is shown as text."""
-        if not isinstance(self.tokens, np.ndarray):
+        if hasattr(self.tokens, "__cuda_array_interface__"):
             return None
         return tree_svg([str(token) for token in self.tokens], self.parents)
 

@@ -41,7 +41,7 @@ class Device:
 
     def empty(self, shape: int | tuple[int, ...], dtype: Any = float, **options: Any) -> Array:
         """What ``xp.empty`` is during a test."""
-        dtype, shape = np.dtype(dtype), (shape,) if isinstance(shape, int) else shape
+        dtype, shape = np.dtype(dtype), tuple(int(n) for n in np.ravel(shape))
         if dtype.hasobject or options:
             return self._plain_empty(shape, dtype, **options)
         size = math.prod(shape) * dtype.itemsize

@@ -69,12 +69,19 @@ def test_a_path_through_1025_nodes(device):
     ],
     ids=[
         "a public case", "another", "the root alone", "all rejected", "target 0 and padding", "target -1 and padding",
-        "token 0 is a token", "target -1 deeper", "one token all along", "two children with one token", "a path that skips",
+        "token 0 is a token", "target -1 deeper", "one token all along", "two children with one token", "a gap",
     ],
 )  # fmt: skip
 def test_cases(device, tokens, parents, targets, path, bonus):
     assert run(device, tokens, parents, targets) == (path, [*np.array(tokens)[path[1:]].tolist(), bonus])
     assert expected(tokens, parents, targets)[0] == path
+
+
+def test_no_node_behind_the_last_is_read(device):
+    """Where one would match: a smaller tree in the arrays of a larger one."""
+    columns = (device.put(column, np.int32)[:2] for column in ([9, 4, 7, 7], [-1, 0, 1, 1], [4, 7, 0, 0]))
+    path, committed, length = map(device.host, tree_accept(*columns, 3))
+    assert (path.tolist(), committed.tolist(), length.tolist()) == ([0, 1, -1], [4, 7, -1], [2])
 
 
 @pytest.mark.parametrize("max_path", [1, 2, 3, 4, 5])

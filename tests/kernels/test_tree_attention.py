@@ -1,4 +1,4 @@
-"""Attention of a tree's nodes: the exact softmax within a bound, and the same bits alone, in a prompt, chain or tree."""
+"""Attention of a tree's nodes: the exact softmax within a bound; the same bits alone, in a prompt, chain or tree."""
 
 import numpy as np
 import pytest

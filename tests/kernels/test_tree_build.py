@@ -92,7 +92,7 @@ def test_the_deepest_and_the_widest(device):
     ],
     ids=[
         "L=1", "K=1", "B=0", "B beyond what exists", "[0, -inf, -inf], B=5", "a row of -inf", "nothing but the root",
-        "-0 ties with 0", "improbable", "scores that overflow", "uniform 3x4", "float32 sums along the path", "L=0", "K=0",
+        "-0 ties with 0", "improbable", "scores that overflow", "uniform 3x4", "float32 sums", "L=0", "K=0",
     ],
 )  # fmt: skip
 def test_corners(device, rows, node_budget, nodes):
@@ -107,6 +107,14 @@ def test_nan_counts_as_impossible(device):
     for name in ("tokens", "parents", "depths"):
         assert_same_bits(getattr(tree, name), getattr(expected, name))
     assert run(device, np.full((2, 2), np.nan), 3).parents.tolist() == [-1] * 4
+
+
+def test_no_row_behind_the_last_is_read(device):
+    """Where it would be a good one: positions beyond the drafter's block."""
+    log_probs, token_ids = device.put(np.full((4, 3), -0.5), np.float32), device.put(ids_of(4, 3))
+    tree = tree_build(device.put([17], np.int32), log_probs[:2], token_ids[:2], 20)
+    assert device.host(tree.num_nodes).tolist() == [1 + 3 + 9]
+    assert device.host(tree.depths).max() == 2
 
 
 def test_token_id_zero_is_a_token_and_not_padding(device):

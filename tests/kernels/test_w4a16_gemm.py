@@ -162,8 +162,8 @@ def test_numpy_arrays_take_the_specification():
 @pytest.mark.parametrize(
     ("x", "qweight", "scales", "message"),
     [
-        ((2, 7176), (4, 897), (4, 224), r"qweight \[4, 897\] and scales \[4, 224\], expected .* multiple of group_size=32"),
-        ((2, 128), (4, 16), (4, 2), r"qweight \[4, 16\] and scales \[4, 2\], expected \[out, in/8\] and \[out, in/32\]"),
+        ((2, 7176), (4, 897), (4, 224), r"qweight \[4, 897\] and scales \[4, 224\], .* multiple of group_size=32"),
+        ((2, 128), (4, 16), (4, 2), r"qweight \[4, 16\] and scales \[4, 2\], expected \[out, in/8\] and"),
         ((2, 128), (4, 16), (4, 8), r"qweight \[4, 16\] and scales \[4, 8\]"),
         ((2, 128), (4, 16), (5, 4), r"qweight \[4, 16\] and scales \[5, 4\]"),
         ((2, 128), (64,), (4, 4), r"qweight \[64\] and scales \[4, 4\]"),

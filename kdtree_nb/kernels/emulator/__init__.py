@@ -78,7 +78,7 @@ def _workers() -> int:
 
 def _schedule() -> tuple[int, int]:
     """``KDTREE_SCHEDULE``: forward (as if unset), reverse, or random:SEED."""
-    text = os.environ.get("KDTREE_SCHEDULE", "forward")
+    text = os.environ.get("KDTREE_SCHEDULE") or "forward"
     name, _, seed = text.partition(":")
     if name == "random" and seed.isdigit():
         return RANDOM, int(seed)

@@ -91,6 +91,7 @@ def cache_folder() -> Path:
     """Where libraries are kept: ``$KDTREE_CACHE`` or the user's cache folder, made if need be."""
     chosen = os.environ.get("KDTREE_CACHE")
     folder = Path(chosen or Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "kdtree_nb"), "emulator")
+    folder = folder.absolute()  # the compiler runs elsewhere
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError:

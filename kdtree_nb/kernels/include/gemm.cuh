@@ -73,7 +73,7 @@ __device__ float gemm_tile(const Weight& weight, int out, bool out_exists, Row r
     float sum[ROWS] = {};
     for (int first = 0; first < groups; first += CHUNK) {
         const int count = min(CHUNK, groups - first);
-        __syncthreads();
+        __syncthreads();  // what is in shared memory has been read: the chunk before, or another call's sums
         for (int r = 0; r < ROWS; ++r) {
             const float* x = row(r);
             for (int i = threadIdx.x; i < count * GROUP; i += THREADS) {
@@ -99,7 +99,6 @@ __device__ float gemm_tile(const Weight& weight, int out, bool out_exists, Row r
     float total = 0.0f;
     for (int s = 0; s < SLICES; ++s)
         total += partial[output][s][slice];
-    __syncthreads();  // a second call in the same block reuses the arrays
     return total;
 }
 

@@ -29,8 +29,8 @@ class FaultHandlers {
         }
         if (signal == SIGFPE)
             fail("division of an integer by zero");
-        fail("access to address %p, where there is no memory or which is not aligned (KDTREE_SANITIZE=1 finds the line)",
-             info->si_addr);
+        fail("access to address 0x%zx, which is not there or not aligned (kernels.emulator.sanitize finds the line)",
+             reinterpret_cast<size_t>(info->si_addr));
     }
 
 public:

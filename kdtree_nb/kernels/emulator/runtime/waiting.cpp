@@ -99,11 +99,11 @@ void complete(BlockWorker& w, Warp& warp, int lane, unsigned lanes)
         const int other = lowest(rest);
         const Site &here = *warp.site[lane], &there = *warp.site[other];
         if (warp.combine[other] != combine)
-            fail("lane %d is in %s at %s:%d, lane %d in %s at %s:%d", lane, here.function, here.file(), here.line, other,
-                 there.function, there.file(), there.line);
+            fail("lane %d is in %s at %s:%d, lane %d in %s at %s:%d", lane, here.function, here.file(), here.line,
+                 other, there.function, there.file(), there.line);
         if (warp.mask[other] != mask)
-            fail("%s at %s:%d: lane %d passes mask 0x%08x, lane %d passes 0x%08x", here.function, here.file(), here.line,
-                 lane, mask, other, warp.mask[other]);
+            fail("%s at %s:%d: lane %d passes mask 0x%08x, lane %d passes 0x%08x", here.function, here.file(),
+                 here.line, lane, mask, other, warp.mask[other]);
     }
     combine(warp, lanes);
     warp.waiting &= ~lanes;
