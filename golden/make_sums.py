@@ -9,7 +9,12 @@ SUMS = GOLDEN / "SHA256SUMS"
 
 def sums() -> str:
     """One line a file, as ``sha256sum`` prints and checks it."""
-    files = [*GOLDEN.glob("tiny/*"), *GOLDEN.glob("fixtures/**/*.safetensors"), *GOLDEN.glob("kdt16m/**/*")]
+    files = [
+        *GOLDEN.glob("tiny/*"),
+        *GOLDEN.glob("fixtures/**/*.safetensors"),
+        *GOLDEN.glob("kdt16m/**/*"),
+        *GOLDEN.glob("measurements/*"),
+    ]
     return "".join(
         f"{hashlib.sha256(path.read_bytes()).hexdigest()}  {path.relative_to(GOLDEN).as_posix()}\n"
         for path in sorted(files)

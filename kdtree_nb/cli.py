@@ -12,6 +12,7 @@ from rich.markup import escape
 from rich.table import Column, Table
 
 from kdtree_nb.golden import folder
+from kdtree_nb.kernels.emulator.build import KernelError
 from kdtree_nb.kernels.nvrtc import NvrtcError
 
 app = typer.Typer(
@@ -37,6 +38,8 @@ def demo(
     from kdtree_nb.engine import Engine
 
     started, golden = time.perf_counter(), folder()
+    if not figure.absolute().parent.is_dir():
+        raise ValueError(f"demo: --figure {figure}: no such folder")
     passed = _verify(golden, device)
     engine = Engine.load(trained_bundle(golden), device)
     table = Table("domain", "decoder", "target forwards", "τ", "tokens/s", "same tokens")
@@ -215,11 +218,11 @@ def main() -> NoReturn:
     """Run a command; a fault of the input is one line, not a traceback."""
     try:
         app()
-    except (ValueError, OSError, NvrtcError) as error:
+    except (ValueError, OSError, NvrtcError, KernelError) as error:
         err.print(f"[red]error[/red] {escape(str(error))}", soft_wrap=True)
         sys.exit(1)
     except KeyboardInterrupt:
-        err.print("interrupted")
+        err.print("\ninterrupted")
         sys.exit(130)
     sys.exit(0)
 
@@ -247,10 +250,11 @@ def _soak(golden: Path, device: str, rounds: int, lines: list[str]) -> bool:
     path = bundle_of(golden_files(golden)[-1])
     with err.status("soak") as status:
         found = soak(Engine.load(path, device), rounds, progress=lambda done: status.update(f"soak: {done}/{rounds}"))
-    passed = not found.mismatches and found.bytes_after <= found.bytes_before
+    passed = not found.mismatches and found.shortened > 0 and found.bytes_after <= found.bytes_before
     line = (
         f"{'PASS' if passed else 'FAIL'}  soak          {found.rounds} rounds of {found.texts} texts, "
-        f"{found.mismatches} differ, device bytes {found.bytes_before:,} -> {found.bytes_after:,}"
+        f"{found.mismatches} differ, {found.shortened} in fewer forwards, "
+        f"device bytes {found.bytes_before:,} -> {found.bytes_after:,}"
     )
     print(line, flush=True)
     lines.append(f"{path.name}  {line}")
@@ -261,7 +265,10 @@ def _prompt(prompt: str | None, prompt_file: Path | None) -> str:
     if prompt is not None and prompt_file is not None:
         raise ValueError("generate: --prompt and --prompt-file were both given, expected one of them")
     if prompt_file is not None:
-        return prompt_file.read_text(encoding="utf-8")
+        try:
+            return prompt_file.read_text(encoding="utf-8")
+        except UnicodeDecodeError as error:
+            raise ValueError(f"{prompt_file}: not UTF-8 text") from error
     if prompt is None and sys.stdin.isatty():
         err.print("prompt (end with Ctrl-D): ", end="")
     return sys.stdin.read() if prompt is None else prompt

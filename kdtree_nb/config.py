@@ -27,7 +27,9 @@ class YarnScaling:
     def __post_init__(self) -> None:
         for name in ("factor", "original_max_position_embeddings", "beta_fast", "beta_slow"):
             value = getattr(self, name)
-            _require(_is_number(value) and value > 0, f"rope_scaling.{name}", value, "a finite number above 0")
+            _require(
+                _is_number(value) and 1e-3 <= value <= 1e9, f"rope_scaling.{name}", value, "a number, 0.001 to 1e9"
+            )
         for name in ("mscale", "mscale_all_dim"):
             value = getattr(self, name)
             _require(_is_number(value) and value >= 0, f"rope_scaling.{name}", value, "a finite number from 0")
@@ -86,6 +88,10 @@ class ModelConfig:
         for name in ("routed_scaling_factor", "rms_norm_eps", "rope_theta"):
             value = getattr(self, name)
             _require(_is_number(value) and value > 0, name, value, "a finite number above 0")
+        _require(self.rope_theta > 1, "rope_theta", self.rope_theta, "a number above 1")
+        _require(
+            self.rms_norm_eps >= 1e-30, "rms_norm_eps", self.rms_norm_eps, "a number that float32 can add, from 1e-30"
+        )
         for name in ("norm_topk_prob", "tie_word_embeddings"):
             _require(type(getattr(self, name)) is bool, name, getattr(self, name), "true or false")
         _require(self.qk_rope_head_dim % 2 == 0, "qk_rope_head_dim", self.qk_rope_head_dim, "an even number")

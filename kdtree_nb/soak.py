@@ -8,13 +8,21 @@ import numpy as np
 from kdtree_nb.engine import Engine, Oracle
 from kdtree_nb.engine.engine import MAX_NODE_BUDGET
 
+WARM_UP_TEXTS = 20
+"""After these, all weights are on the device and its memory pool has seen the usual sizes."""
+
 
 class Soak(NamedTuple):
-    """What happened: rounds run, texts compared, those that differed, and the device memory held at both ends."""
+    """What happened.
+
+    Rounds run, texts compared, those that differed, those that took fewer target forwards than plain decoding, and the
+    device memory that live arrays held after the first texts and at the end.
+    """
 
     rounds: int
     texts: int
     mismatches: int
+    shortened: int
     bytes_before: int
     bytes_after: int
 
@@ -30,11 +38,11 @@ def soak(engine: Engine, rounds: int, seed: int = 0, progress: Callable[[int], N
         Called with the rounds done.
     """
     random = np.random.default_rng(seed)
-    done = texts = mismatches = before = 0
-    while done < rounds:
+    done = texts = mismatches = shortened = before = 0
+    while done < rounds or texts <= WARM_UP_TEXTS:
         vocab_size, room = engine.config.vocab_size, engine.capacity
-        prompt = random.integers(0, vocab_size, random.integers(1, room // 2))
-        length = int(random.integers(1, room // 2))
+        prompt = random.integers(0, vocab_size, random.integers(1, max(2, room // 2)))
+        length = int(random.integers(1, max(2, room // 2)))
         plain = engine.generate(prompt, "ar", max_new_tokens=length, keep_logits=True)
         budget = int(min(MAX_NODE_BUDGET, random.geometric(0.05)))
         width, hit_rate = int(random.integers(1, 12)), float(random.uniform(0, 1))
@@ -44,8 +52,9 @@ def soak(engine: Engine, rounds: int, seed: int = 0, progress: Callable[[int], N
         own = engine.generate(prompt, decoder, budget, length, drafter=drafter, keep_logits=True)
         mismatches += own.tokens != plain.tokens or not np.array_equal(own.logits, plain.logits)  # type: ignore[arg-type]
         done, texts = done + own.target_forwards, texts + 1
-        if texts == 20:  # the pool has seen the usual sizes
+        shortened += own.target_forwards < plain.target_forwards
+        if texts == WARM_UP_TEXTS:
             before = engine.device.bytes_held()
         if progress:
             progress(done)
-    return Soak(done, texts, mismatches, before, engine.device.bytes_held())
+    return Soak(done, texts, mismatches, shortened, before, engine.device.bytes_held())

@@ -87,12 +87,14 @@ def check_speculation(
 ) -> Check:
     """A speculative decoder: golden tokens, and the very bits of plain decoding's logits."""
     length = len(cases[0].tokens)
+    shortened = max(generation.target_forwards for generation in drafted) < length
     claims: dict[str, Callable[[GoldenCase, Generation, Generation], bool]] = {
         "AR==golden": lambda case, ar, _: case.tokens.tolist() == ar.tokens,
         f"{decoder.upper()}==golden": lambda case, _, own: case.tokens.tolist() == own.tokens,
         "greedy-exact": lambda _, ar, own: np.array_equal(ar.logits, own.logits),  # type: ignore[arg-type]
     }
     failed = [name for name, holds in claims.items() if not all(map(holds, cases, plain, drafted))]
+    failed += [] if shortened else ["fewer target forwards than tokens"]
     forwards = max(generation.target_forwards for generation in drafted)
     if failed:
         return Check(f"model_{decoder}", False, f"does not hold: {', '.join(failed)}")

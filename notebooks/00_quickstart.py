@@ -105,7 +105,7 @@ for decoder, run in runs.items():
 accepted = {decoder: [r.accepted for r in run.rounds] for decoder, run in runs.items()}
 figure, (left, right) = plt.subplots(1, 2, figsize=(10, 3.2), layout="constrained")
 plotting.tokens_over_forwards(left, accepted)
-plotting.accepted_per_round(right, accepted).set(xlim=(0, 20))
+plotting.accepted_per_round(right, accepted).set(xlim=(0, 16), xticks=range(0, 17, 2))
 plt.show()
 
 # %% [markdown]

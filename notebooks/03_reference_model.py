@@ -310,6 +310,9 @@ axes.grid(axis="x", which="minor", color="white", lw=2)
 plt.show()
 
 # %% [markdown]
+# They do. The Bible and Shakespeare share a few experts that the Python texts hardly ever call, and each has one or
+# two almost to itself. Nobody asked for that: it is what next-token prediction made of sixteen experts and a bias.
+#
 # ## Against transformers
 #
 # Reading a paper carefully is no proof. `golden/fixtures/parity` holds eight small random models, which between them
@@ -371,10 +374,10 @@ plotting.logit_differences(axes, deviation).set(xlabel="token of the prompt", xl
 plt.show()
 
 # %% [markdown]
-# From the second token on, every fault is there for all to see, a hundred thousand times the rounding. At the first
-# token all of them vanish: attention to a single key has weight 1, whatever its score and its angle. A test with a
-# prompt of one token proves nothing about attention. The tests of this project plant fifteen faults of this kind and
-# demand that each is caught.
+# From the second token on, every fault is there for all to see, a hundred thousand times the rounding and more. At
+# the first token all of them vanish: attention to a single key has weight 1, whatever its score and its angle. A test
+# with a prompt of one token proves nothing about attention. The tests of this project plant fifteen faults of this
+# kind and demand that each is caught.
 #
 # ## Checks
 

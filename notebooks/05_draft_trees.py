@@ -489,4 +489,3 @@ print("all checks hold")
 # | | |
 # |---|---|
 # | [04 · Wiring the engine](04_engine_wiring.ipynb) | the forward pass that the tree went through |
-# | [06 · DDTree decoding](06_ddtree_decoding.ipynb) | rounds in a row: whole texts, budgets, and what they cost |

@@ -266,7 +266,7 @@ BAD_GENERATE: dict[str, tuple[list[object], str]] = {
     "no such prompt file": (["--prompt-file", "/no/such.txt"], "/no/such.txt"),
     "a folder as prompt file": (["--prompt-file", "/"], "Is a directory: '/'"),
     "two prompts": (["--prompt", "a", "--prompt-file", "/no/such.txt"], "were both given, expected one of them"),
-    "empty prompt": (["--prompt", ""], "prompt of shape [0], expected a list of 1 token or more"),
+    "empty prompt": (["--prompt", ""], "an empty prompt, expected 1 token or more"),
     "undecodable prompt": (["--prompt", "\udcff"], "lone surrogates"),
     "decoder": (["--prompt", "a", "--decoder", "greedy"], "decoder='greedy', expected one of ar, chain, ddtree"),
     "node budget": (["--prompt", "a", "--node-budget", -1], "node_budget=-1, expected"),

@@ -449,7 +449,7 @@ def test_capacity_is_the_models_by_default(tmp_path: Path) -> None:
 # ---- bad input -------------------------------------------------------------------------------------------------------
 
 BAD_PROMPTS: dict[str, tuple[object, str]] = {
-    "empty": ([], "prompt of shape [0], expected a list of 1 token or more"),
+    "empty": ([], "an empty prompt, expected 1 token or more"),
     "2-D": ([[1, 2]], "prompt of shape [1, 2], expected a list"),
     "a number": (7, "prompt of shape [], expected a list"),
     "None": (None, "prompt of shape [], expected a list"),
@@ -656,7 +656,7 @@ def test_no_text_without_a_tokenizer(engine: Engine) -> None:
 
 @pytest.mark.parametrize(
     ("prompt", "message"),
-    [("", "prompt of shape [0]"), ("\udcff\udcfe", r"prompt '\udcff\udcfe' with lone surrogates, expected Unicode")],
+    [("", "an empty prompt"), ("\udcff\udcfe", r"prompt '\udcff\udcfe' with lone surrogates, expected Unicode")],
     ids=["empty", "surrogates"],
 )
 def test_bad_texts_are_named(tmp_path: Path, prompt: str, message: str) -> None:

@@ -92,6 +92,7 @@ def decode(
     limit = min(max_new_tokens, capacity - len(prompt))
     cache = LatentCache(model.config, len(prompt) + limit + node_budget, device)
     prefill(model, cache, prompt[:-1])
+    device.host(cache.length)  # waits for a GPU
     generation.prefill_seconds = time.perf_counter() - started
 
     committed: list[int] = prompt.tolist()
@@ -107,7 +108,6 @@ def decode(
 
         new_tokens = device.host(accepted.tokens).tolist()[: int(device.host(accepted.length)[0])]
         drafted = tree.num_nodes if isinstance(tree.num_nodes, int) else int(device.host(tree.num_nodes)[0])
-        generation.rounds.append(Round(drafted - 1, len(new_tokens) - 1))
         if keep_logits:
             kept.extend(device.host(logits[accepted.path[: len(new_tokens)]]))
         for token in new_tokens:
@@ -118,7 +118,9 @@ def decode(
             if token in model.config.eos_token_ids:
                 generation.finish_reason = "stop"
                 limit = 0
+                new_tokens = new_tokens[: new_tokens.index(token) + 1]
                 break
+        generation.rounds.append(Round(drafted - 1, len(new_tokens) - 1))
     if generation.finish_reason == "length" and limit < max_new_tokens:
         generation.finish_reason = "capacity"
     if keep_logits:

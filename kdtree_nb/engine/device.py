@@ -42,9 +42,7 @@ class Device(NamedTuple):
             raise ValueError(f"Engine.load: device={name!r}, expected one of {', '.join(DEVICES)}")
         if name == "cuda" or (name == "auto" and cuda_available()):
             if not cuda_available():
-                raise ValueError(
                 raise ValueError("Engine.load: device='cuda', but CuPy finds no GPU; `doctor` says what is missing")
-                )
             import cupy
 
             return cls("cuda", cupy)

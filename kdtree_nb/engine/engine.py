@@ -13,12 +13,15 @@ from kdtree_nb.engine.device import Device
 from kdtree_nb.engine.drafter import Drafter, PromptLookup
 from kdtree_nb.engine.model import Model
 from kdtree_nb.engine.weights import Weights
+from kdtree_nb.kernels.tree_build import MAX_BUDGET
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
 _SURROGATE = re.compile("[\ud800-\udfff]")  # what undecodable bytes of a command line become
-MAX_NODE_BUDGET = 1024
+MAX_NODE_BUDGET = MAX_BUDGET
+LONGEST_BY_DEFAULT = 2**18
+"""A bundle may claim any length, and tables are made for all of it."""
 LOWEST_TEMPERATURE = 1e-6
 """Above 0. The text is the greedy one long before, and logits / temperature stays far from overflow."""
 
@@ -31,7 +34,7 @@ class Engine:
         self.config = bundle.config
         self.capacity = capacity
         self.device = device
-        self.model = Model(bundle.config, Weights(bundle, device), device)
+        self.model = Model(bundle.config, Weights(bundle, device), device, capacity)
         self._tokenizer: Tokenizer | None = None
 
     @classmethod
@@ -46,7 +49,7 @@ class Engine:
             ``cpu`` runs the NumPy specification, ``cuda`` the kernels, ``emulated`` the kernels' source on the CPU;
             ``auto`` is ``cuda`` where there is a GPU, else ``cpu``.
         capacity : int, optional
-            Longest sequence, prompt included; the model's ``max_position_embeddings`` by default.
+            Longest sequence, prompt included; by default the model's ``max_position_embeddings``, at most 262,144.
 
         Raises
         ------
@@ -56,7 +59,7 @@ class Engine:
         chosen = Device.named(device)
         bundle = Bundle.open(path)
         longest = bundle.config.max_position_embeddings
-        capacity = longest if capacity is None else capacity
+        capacity = min(longest, LONGEST_BY_DEFAULT) if capacity is None else capacity
         if not (isinstance(capacity, int | np.integer) and 2 <= capacity <= longest):
             raise ValueError(f"Engine.load: capacity={capacity}, expected 2 to max_position_embeddings={longest}")
         return cls(bundle, capacity, chosen)
@@ -148,8 +151,9 @@ class Engine:
             _require(not _SURROGATE.search(prompt), f"prompt {prompt[:40]!r} with lone surrogates", "Unicode text")
             prompt = self.tokenizer.encode(prompt).ids
         token_ids = np.asarray(prompt)
-        listed = token_ids.ndim == 1 and len(token_ids) > 0
-        _require(listed, f"prompt of shape {list(token_ids.shape)}", "a list of 1 token or more")
+        _require(token_ids.size > 0, "an empty prompt", "1 token or more")
+        listed = token_ids.ndim == 1
+        _require(listed, f"prompt of shape {list(token_ids.shape)}", "a list of tokens")
         _require(np.issubdtype(token_ids.dtype, np.integer), f"prompt of dtype {token_ids.dtype}", "whole numbers")
         _require(
             0 <= token_ids.min() and token_ids.max() < self.config.vocab_size,
@@ -167,4 +171,5 @@ def _require(holds: bool, what: str, expected: str) -> None:
 
 def _require_whole(name: str, value: int, lowest: int, highest: float) -> None:
     whole = isinstance(value, int | np.integer) and lowest <= value <= highest
-    _require(whole, f"{name}={value!r}", f"a whole number from {lowest} to {highest}")
+    upwards = "" if highest == np.inf else f" to {highest}"
+    _require(whole, f"{name}={value!r}", f"a whole number from {lowest}{upwards}")

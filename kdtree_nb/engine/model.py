@@ -34,12 +34,12 @@ class ForwardPass(NamedTuple):
 class Model:
     """DeepSeek-V3 with absorbed attention: the key and value halves of ``kv_b_proj`` act on queries and outputs."""
 
-    def __init__(self, config: ModelConfig, weights: Weights, device: Device) -> None:
+    def __init__(self, config: ModelConfig, weights: Weights, device: Device, capacity: int) -> None:
         self.config = config
         self.weights = weights
         self.device = device
         self._scale = softmax_scale(config)
-        cosines, sines = rope_table(rotation_of(config), np.arange(config.max_position_embeddings))
+        cosines, sines = rope_table(rotation_of(config), np.arange(capacity))
         self._rope_table = device.put(cosines), device.put(sines)
         self._absorbed: dict[int, tuple[Array | Tiles, Array | Tiles]] = {}
 

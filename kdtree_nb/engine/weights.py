@@ -101,6 +101,8 @@ class Weights:
 
     def _side_by_side(self, names: Sequence[str], part: str) -> np.ndarray:
         arrays = [self._bundle[name + part] for name in names]
+        if len({array.dtype for array in arrays}) > 1:  # floats of two kinds
+            arrays = [array.astype(np.float32) for array in arrays]
         return arrays[0] if len(arrays) == 1 else np.concatenate(arrays)
 
     def _stacked(self, names_of_expert: list[list[str]]) -> Experts:
@@ -109,5 +111,6 @@ class Weights:
             floats = [np.concatenate([self.matrix(name) for name in names]) for names in names_of_expert]
             return Experts(self._device.put(np.stack(floats)))
         parts = (".qw", ".sc") if all(packed) else ("",)
-        stacks = [np.stack([self._side_by_side(names, part) for names in names_of_expert]) for part in parts]
-        return Experts(*map(self._device.put, stacks))
+        everything = [name for names in names_of_expert for name in names]
+        stacks = [self._side_by_side(everything, part) for part in parts]
+        return Experts(*(self._device.put(stack.reshape(len(names_of_expert), -1, stack.shape[1])) for stack in stacks))

@@ -47,6 +47,7 @@ def choose_tokens(logits: np.ndarray, positions: np.ndarray, temperature: float 
     -------
     int32 [N]; equal logits go to the lowest id.
     """
+    logits = np.where(np.isnan(logits), -np.inf, logits)  # NaN is never chosen
     if temperature == 0:
         return logits.argmax(axis=1).astype(np.int32)
     logits = logits.astype(np.float64)

@@ -244,7 +244,7 @@ def test_the_scale_covers_both_parts_of_a_score(device):
     assert_same_bits(half, double)
 
 
-def test_one_captured_launch_serves_every_round(device):
+def test_prefix_length_is_read_from_device_memory(device):
     """Prefix, tree and cache change in place, on the device; the arguments stay."""
     rng = np.random.default_rng(8)
     queries, cache = (device.put(rng.standard_normal(shape), np.float32) for shape in ((4, 2, 8), (700, 8)))

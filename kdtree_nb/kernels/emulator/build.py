@@ -97,8 +97,11 @@ def cache_folder() -> Path:
     except OSError:
         if chosen:
             raise
-        folder = Path(tempfile.gettempdir(), f"kdtree_nb-{os.getuid()}", "emulator")
-        folder.mkdir(parents=True, exist_ok=True)
+        folder = Path(tempfile.gettempdir(), f"kdtree_nb-{os.getuid()}")
+        folder.mkdir(mode=0o700, exist_ok=True)
+        found = folder.lstat()
+        if found.st_uid != os.getuid() or found.st_mode & 0o022 or not folder.is_dir() or folder.is_symlink():
+            raise KernelError(f"{folder} is not this user's alone; name another folder in KDTREE_CACHE") from None
     return folder
 
 

@@ -1,0 +1,27 @@
+"""Sizes that a source and its Python file both name are the same."""
+
+import re
+
+import pytest
+
+from kdtree_nb.engine.engine import MAX_NODE_BUDGET
+from kdtree_nb.kernels import gemm, moe, top_k, tree_attention, tree_build
+from kdtree_nb.kernels.source import read_source
+
+PAIRS = [
+    ("moe.cu", "MAX_EXPERTS", moe.MAX_EXPERTS),
+    ("moe.cu", "ROWS", gemm.ROWS),
+    ("moe.cu", "OUTPUTS", gemm.OUTPUTS),
+    ("moe_route.cu", "MAX_EXPERTS", moe.MAX_EXPERTS),
+    ("top_k.cu", "MAX_K", top_k.MAX_K),
+    ("tree_build.cu", "MAX_NODES", tree_build.MAX_BUDGET + 1),
+    ("tree_build.cu", "MAX_NODES", MAX_NODE_BUDGET + 1),
+    ("tree_attention.cu", "SPLIT", tree_attention.SPLIT),
+    ("tree_attention.cu", "HEADS", tree_attention.HEADS),
+]
+
+
+@pytest.mark.parametrize(("source", "name", "value"), PAIRS)
+def test_the_source_says_the_same(source: str, name: str, value: int) -> None:
+    (found,) = re.findall(rf"constexpr int {name} = (\d+)", read_source(source).text)
+    assert int(found) == value

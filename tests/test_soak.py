@@ -1,0 +1,74 @@
+"""The soak, the record of a run, and speculation through the whole engine on the kernels."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from kdtree_nb.engine import Engine, Oracle
+from kdtree_nb.engine import decode as decoding
+from kdtree_nb.golden import bundle_of, folder, load_cases
+from kdtree_nb.kernels.emulator.build import find_compiler
+from kdtree_nb.kernels.launch import KernelError
+from kdtree_nb.record import record, recorded
+from kdtree_nb.soak import soak
+
+GOLDEN = folder() / "tiny" / "tiny-int4.golden.safetensors"
+
+
+def has_compiler() -> bool:
+    try:
+        find_compiler()
+    except KernelError:
+        return False
+    return True
+
+
+def test_a_soak_finds_nothing_and_drafts_are_accepted() -> None:
+    found = soak(Engine.load(bundle_of(GOLDEN), "cpu", capacity=40), 60, seed=3)
+    assert found.rounds >= 60
+    assert found.mismatches == 0
+    assert found.shortened > 0
+
+
+def test_a_soak_sees_an_engine_whose_rows_disturb_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    accept = decoding.tree_accept
+
+    def first_child(tokens, parents, targets, max_path):
+        accepted = accept(tokens, parents, targets, max_path)
+        return accepted if len(tokens) == 1 else accepted._replace(tokens=accepted.tokens[::-1].copy())
+
+    monkeypatch.setattr(decoding, "tree_accept", first_child)
+    assert soak(Engine.load(bundle_of(GOLDEN), "cpu", capacity=40), 60, seed=3).mismatches > 0
+
+
+@pytest.mark.skipif(not has_compiler(), reason="no C++ compiler")
+@pytest.mark.parametrize(("decoder", "budget"), [("chain", 5), ("ddtree", 12), ("ddtree", 1)])
+def test_trees_on_the_kernels_give_plain_decodings_bits(decoder: str, budget: int) -> None:
+    """Padding rows, a node count that the host does not know, and the cache's end, on the emulated device."""
+    case = load_cases(GOLDEN)[0]
+    length = 10
+    engine = Engine.load(bundle_of(GOLDEN), "emulated", capacity=len(case.prompt) + length)
+    plain = engine.generate(case.prompt, "ar", max_new_tokens=50, keep_logits=True)
+    assert plain.finish_reason == "capacity"
+    assert plain.tokens == case.tokens[:length].tolist()
+    drafter = Oracle(case.text, engine.config.vocab_size, hit_rate=0.6, seed=1)
+    drafted = engine.generate(case.prompt, decoder, budget, 50, drafter=drafter, keep_logits=True)
+    assert drafted.tokens == plain.tokens
+    assert np.array_equal(drafted.logits, plain.logits)
+    assert drafted.target_forwards < len(plain.tokens)
+    assert sum(r.accepted + 1 for r in drafted.rounds) == len(drafted.tokens)
+
+
+def test_a_record_is_read_back(tmp_path: Path) -> None:
+    record(tmp_path / "new" / "verify-here.json", "cpu", True, ["tiny.kdtr  PASS  bundle  fine"])
+    head, line = recorded(tmp_path / "new")
+    assert head.startswith("verify-here.json: ")
+    assert "cpu" in head
+    assert "numpy" in head
+    assert line == "tiny.kdtr  PASS  bundle  fine"
+
+
+def test_nothing_recorded_is_said(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match=r"no verify-\*.json in"):
+        list(recorded(tmp_path))
