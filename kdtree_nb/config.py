@@ -28,7 +28,7 @@ class YarnScaling:
         for name in ("factor", "original_max_position_embeddings", "beta_fast", "beta_slow"):
             value = getattr(self, name)
             _require(
-                _is_number(value) and 1e-3 <= value <= 1e9, f"rope_scaling.{name}", value, "a number, 0.001 to 1e9"
+                _is_number(value) and 1e-12 <= value <= 1e12, f"rope_scaling.{name}", value, "a number, 1e-12 to 1e12"
             )
         for name in ("mscale", "mscale_all_dim"):
             value = getattr(self, name)

@@ -54,7 +54,12 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Built:
 def start(*arguments: object, **options: object) -> subprocess.Popen:
     command = [sys.executable, "-m", "kdtree_nb", *map(str, arguments)]
     pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE)
-    return subprocess.Popen(command, cwd=ROOT, **(pipes | options))
+    return subprocess.Popen(command, cwd=ROOT, preexec_fn=allow_interrupts, **(pipes | options))
+
+
+def allow_interrupts() -> None:
+    """A job that a script put into the background ignores Ctrl-C, and so would its children."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 def assert_one_line(ran: Ran, message: str) -> None:
@@ -284,7 +289,7 @@ def test_a_fault_is_one_line(run: Callable[..., Ran], model: Built, arguments: l
 
 def test_a_prompt_file_that_is_no_text(run: Callable[..., Ran], model: Built, tmp_path: Path) -> None:
     (tmp_path / "bytes").write_bytes(b"\xff\xfe")
-    assert_one_line(run("generate", "--bundle", model.path, "--prompt-file", tmp_path / "bytes"), "can't decode byte")
+    assert_one_line(run("generate", "--bundle", model.path, "--prompt-file", tmp_path / "bytes"), "not UTF-8 text")
 
 
 # ---- as a process ----------------------------------------------------------------------------------------------------

@@ -166,8 +166,11 @@ def test_transformers_5_keeps_theta_and_scaling_elsewhere() -> None:
         ({"rope_scaling": {"type": "linear", "factor": 2}}, "type='linear', expected 'yarn' or none"),
         ({"rope_scaling": {"type": "yarn"}}, "rope_scaling lacks factor, original_max_position_embeddings"),
         ({"rope_scaling": {**KIMI_K2["rope_scaling"], "factor": None}}, "rope_scaling lacks factor"),
-        ({"rope_scaling": {**KIMI_K2["rope_scaling"], "factor": 0}}, "factor=0, expected a number, 0.001 to 1e9"),
-        ({"rope_scaling": {**KIMI_K2["rope_scaling"], "factor": "32"}}, "factor='32', expected a number, 0.001 to 1e9"),
+        ({"rope_scaling": {**KIMI_K2["rope_scaling"], "factor": 0}}, "factor=0, expected a number, 1e-12 to 1e12"),
+        (
+            {"rope_scaling": {**KIMI_K2["rope_scaling"], "factor": "32"}},
+            "factor='32', expected a number, 1e-12 to 1e12",
+        ),
         ({"rope_scaling": {**KIMI_K2["rope_scaling"], "mscale": -1}}, "mscale=-1, expected a finite number from 0"),
     ],
 )
