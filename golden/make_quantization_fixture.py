@@ -1,8 +1,6 @@
 """Store what the compressed-tensors library itself makes of some weights, for tests/test_quantization.py.
 
-    python3 -m venv /tmp/venv-ct
-    /tmp/venv-ct/bin/pip install torch==2.13.0 compressed-tensors==0.20.1 transformers==5.24.0
-    /tmp/venv-ct/bin/python golden/make_quantization_fixture.py
+    pip install -e '.[parity]' && python -m golden.make_quantization_fixture
 
 Scales, codes, packed words and the dequantised weight are all the library's; nothing of kdtree_nb is imported.
 """
