@@ -5,6 +5,8 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 from matplotlib.axes import Axes
 
+from kdtree_nb.reference import tree_svg
+
 INK, QUIET = "#1f3a5f", "#9aa5b1"
 ACCENTS = ("#1f77b4", "#d95f02", "#1b9e77", "#7570b3", "#e7298a")
 
@@ -267,7 +269,8 @@ def draft_tree(axes: Axes, labels: Sequence[str], parents: np.ndarray, path: Seq
         The accepted nodes in order, root first.
     """
     parents = np.append(parents, path[-1])  # the bonus token is drawn as a child of the last accepted node
-    depths, heights = _tree_layout(parents)
+    places = tree_svg.tree_layout(parents)
+    depths, heights = np.array([places[node] for node in range(len(parents))]).T
     styles = {
         "drafted": (QUIET, "white", QUIET),
         "accepted": (INK, "white", ACCENTS[2]),
@@ -363,19 +366,6 @@ def floors(
     axes.set(xlabel="rows")
     axes.legend(fontsize="small", frameon=False, loc="center left", bbox_to_anchor=(1, 0.5))
     return _clean(axes)
-
-
-def _tree_layout(parents: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Depth and height of each node: a first child continues its parent's line, each leaf has a line of its own."""
-    depths, heights, lines = np.zeros(len(parents)), np.zeros(len(parents)), 0
-    stack = [(0, 0)]
-    while stack:
-        node, depth = stack.pop()
-        depths[node], heights[node] = depth, lines
-        children = np.flatnonzero(parents == node)
-        lines += not len(children)
-        stack += [(int(child), depth + 1) for child in children[::-1]]
-    return depths, heights
 
 
 def _colors(count: int) -> list[str]:
