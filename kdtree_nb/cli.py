@@ -104,6 +104,8 @@ def generate(
     max_new_tokens: Annotated[int, typer.Option(help="Where to stop, if the text does not end before.")] = 64,
     temperature: Annotated[float, typer.Option(help="0: the most probable token; above: samples.")] = 0.0,
     seed: Annotated[int, typer.Option(help="Of the samples.")] = 0,
+    top_k: Annotated[int, typer.Option(help="Sample from the k most probable tokens; 0: from all.")] = 0,
+    top_p: Annotated[float, typer.Option(help="Of these, from the fewest with this probability; 1: all.")] = 1.0,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of the text.")] = False,
     device: Device = "auto",
 ) -> None:
@@ -122,7 +124,7 @@ def generate(
             sys.stdout.write(stream.step(engine.tokenizer, token) or "")
             sys.stdout.flush()
 
-    run = engine.generate(text, decoder, node_budget, max_new_tokens, temperature, seed, on_token=show)
+    run = engine.generate(text, decoder, node_budget, max_new_tokens, temperature, seed, top_k, top_p, on_token=show)
     if as_json:
         statistics = {
             "prompt": text,
@@ -133,6 +135,8 @@ def generate(
             "node_budget": node_budget,
             "temperature": temperature,
             "seed": seed,
+            "top_k": top_k,
+            "top_p": top_p,
             "target_forwards": run.target_forwards,
             "acceptance_length": run.acceptance_length,
             "accepted": [r.accepted for r in run.rounds],

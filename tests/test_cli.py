@@ -246,15 +246,24 @@ def test_json(
     assert max(told["drafted"]) <= 5
 
 
-def test_seed_and_temperature_reach_the_engine(run: Callable[..., Ran], model: Built) -> None:
-    def tokens(*arguments: object) -> list[int]:
+def test_what_shapes_a_sample_reaches_the_engine(run: Callable[..., Ran], model: Built) -> None:
+    def told(*arguments: object) -> dict:
         options = ["--prompt", "a", "--max-new-tokens", 8, "--json", *arguments]
-        return json.loads(run("generate", "--bundle", model.path, *options).out)["tokens"]
+        return json.loads(run("generate", "--bundle", model.path, *options).out)
+
+    def tokens(*arguments: object) -> list[int]:
+        return told(*arguments)["tokens"]
 
     engine = Engine.load(model.path)
     assert tokens() == engine.generate("a", max_new_tokens=8).tokens
     sampled = engine.generate("a", max_new_tokens=8, temperature=1.0, seed=7).tokens
     assert tokens("--temperature", 1.0, "--seed", 7) == sampled != tokens("--temperature", 1.0, "--seed", 8)
+    for option, cut in (("--top-k", {"top_k": 3}), ("--top-p", {"top_p": 0.4})):
+        (value,) = cut.values()
+        shown = told("--temperature", 1.0, "--seed", 7, option, value)
+        expected = engine.generate("a", max_new_tokens=8, temperature=1.0, seed=7, **cut).tokens
+        assert shown["tokens"] == expected != sampled
+        assert {"top_k": shown["top_k"], "top_p": shown["top_p"]} == {"top_k": 0, "top_p": 1.0} | cut
 
 
 def test_streamed_text_is_the_text(run: Callable[..., Ran], model: Built) -> None:
@@ -276,6 +285,8 @@ BAD_GENERATE: dict[str, tuple[list[object], str]] = {
     "decoder": (["--prompt", "a", "--decoder", "greedy"], "decoder='greedy', expected one of ar, chain, ddtree"),
     "node budget": (["--prompt", "a", "--node-budget", -1], "node_budget=-1, expected"),
     "temperature": (["--prompt", "a", "--temperature", "nan"], "temperature=nan, expected"),
+    "top_k": (["--prompt", "a", "--top-k", -1], "top_k=-1, expected"),
+    "top_p": (["--prompt", "a", "--top-p", 0], "top_p=0.0, expected a number above 0 and at most 1"),
     "max_new_tokens": (["--prompt", "a", "--max-new-tokens", 0], "max_new_tokens=0, expected"),
     "device": (["--prompt", "a", "--device", "abacus"], "device='abacus', expected one of"),
 }

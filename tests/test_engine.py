@@ -311,7 +311,7 @@ def test_chain_takes_the_first_rank_and_no_sibling(engine: Engine) -> None:
 @pytest.mark.parametrize(("temperature", "seed"), [(0.3, 0), (1.0, 1), (1.7, 2**64 - 1)])
 def test_a_seed_gives_one_text_whatever_the_decoder(engine: Engine, temperature: float, seed: int) -> None:
     def sample(decoder: str, node_budget: int = 16, drafter: Drafter | None = None) -> Generation:
-        return engine.generate(PROMPT, decoder, node_budget, 12, temperature, seed, drafter, keep_logits=True)
+        return engine.generate(PROMPT, decoder, node_budget, 12, temperature, seed, drafter=drafter, keep_logits=True)
 
     expected = sample("ar")
     answer = whole_text(PROMPT, expected)
@@ -480,6 +480,13 @@ BAD_ARGUMENTS: list[tuple[str, object, str]] = [
     ("seed", -1, "seed=-1, expected a whole number from 0 to 18446744073709551615"),
     ("seed", 2**64, "seed=18446744073709551616, expected"),
     ("seed", 1.5, "seed=1.5, expected a whole number"),
+    ("top_k", -1, "top_k=-1, expected a whole number from 0"),
+    ("top_k", 2.0, "top_k=2.0, expected a whole number from 0"),
+    ("top_k", None, "top_k=None, expected a whole number from 0"),
+    ("top_p", 0.0, "top_p=0.0, expected a number above 0 and at most 1"),
+    ("top_p", 1.5, "top_p=1.5, expected a number above 0"),
+    ("top_p", float("nan"), "top_p=nan, expected a number above 0"),
+    ("top_p", "0.9", "top_p='0.9', expected a number above 0"),
 ]
 BAD_LOADS: list[tuple[str, object, str]] = [
     ("device", "tpu", "device='tpu', expected one of auto, cuda, cpu, emulated"),

@@ -263,3 +263,121 @@ def test_a_random_number_at_a_boundary_chooses_the_token_above(drawn):
     for number, token in ((0.25 - 2.0**-54, 0), (0.25, 1), (0.5 - 2.0**-53, 1), (0.5, 2), (0.75, 3)):
         drawn(number)
         assert choose_tokens(np.zeros((1, 4), np.float32), np.array([0]), 1.0).tolist() == [token]
+
+
+# ---- top-k and top-p -------------------------------------------------------------------------------------------------
+
+TOP_P = (5e-324, 0.1, 0.5, 0.8, 0.999999, 1 - 2.0**-53, 1.0)
+
+
+def kept_tokens(row: np.ndarray, temperature: float, top_k: int = 0, top_p: float = 1.0) -> list[int]:
+    """One token at a time, with Python's whole numbers, most probable first."""
+    highest = float(max(row))
+    ranked = sorted(range(len(row)), key=lambda token: (-row[token], token))[: top_k or None]
+    masses = [round(math.exp((float(row[token]) - highest) / temperature) * 2**40) for token in ranked]
+    kept, mass = [], 0
+    while len(kept) < len(ranked) and (top_p == 1 or float(mass) < top_p * float(sum(masses))):
+        mass += masses[len(kept)]
+        kept.append(ranked[len(kept)])
+    return kept
+
+
+def support(row: list[float] | np.ndarray, temperature: float = 1.0, **cut: float) -> list[int]:
+    """Every token that 400 draws give."""
+    rows = np.tile(np.asarray(row, np.float32), (400, 1))
+    return sorted(set(choose_tokens(rows, np.arange(400), temperature, **cut).tolist()))
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    rows=logits(),
+    temperature=st.sampled_from([0.3, 1.0, 4.0]),
+    top_k=st.integers(0, 10),
+    top_p=st.sampled_from(TOP_P) | st.floats(0.01, 0.99),
+    seed=st.integers(0, 2**32),
+)
+def test_a_sample_is_drawn_from_what_is_kept(rows, temperature, top_k, top_p, seed):
+    chosen = choose_tokens(rows, np.arange(len(rows)), temperature, seed, top_k, top_p)
+    for row, token, number in zip(rows, chosen, uniform(seed, np.arange(len(rows))), strict=True):
+        kept = sorted(kept_tokens(row, temperature, top_k, top_p))
+        weights = [math.exp((float(row[t]) - float(row.max())) / temperature) for t in kept]
+        before = [math.fsum(weights[:i]) for i in range(len(kept) + 1)]
+        assert token in kept
+        at = kept.index(token)
+        assert before[at] * (1 - 1e-12) <= number * before[-1] <= before[at + 1] * (1 + 1e-12)
+
+
+@pytest.mark.parametrize("top_p", [0.3, 0.9, 0.999])
+def test_the_kept_are_the_fewest_that_reach_top_p(top_p):
+    """Of exact probabilities, to within 163,840 units."""
+    for row in np.random.default_rng(0).normal(0, 3, (200, 300)).astype(np.float32):
+        kept = kept_tokens(row, 1.0, top_p=top_p)
+        p = np.exp(row.astype(float) - math.log(math.fsum(np.exp(row.astype(float)))))
+        assert math.fsum(p[kept]) > top_p - 2e-7
+        assert math.fsum(p[kept[:-1]]) < top_p + 2e-7
+        assert p[kept].min() >= np.delete(p, kept).max()
+
+
+def test_top_k_keeps_exactly_k_and_ties_at_its_edge_by_the_lower_id():
+    row = [3.0, 1.0, 3.0, 2.0, 2.0, 2.0, -np.inf]
+    for k, kept in ((1, [0]), (2, [0, 2]), (3, [0, 2, 3]), (4, [0, 2, 3, 4]), (6, [0, 1, 2, 3, 4, 5])):
+        assert support(row, top_k=k) == kept
+    assert support([0.0, -0.0, -0.0, 0.0], top_k=2) == [0, 1]
+    for all_of_them in (0, 6, 7, 2**31):
+        assert support(row, top_k=all_of_them) == [0, 1, 2, 3, 4, 5]
+
+
+def test_top_p_keeps_the_token_that_crosses_and_ties_by_the_lower_id():
+    for top_p, kept in ((5e-324, 1), (0.25, 1), (0.26, 2), (0.5, 2), (0.75, 3), (0.76, 4), (1.0, 4)):
+        assert support([1.5] * 4, top_p=top_p) == list(range(kept))
+    assert support([1.5] * 5, top_p=0.8) == [0, 1, 2, 3]  # 0.8 × 5 rounds to 4
+    assert support([0, 5, 9, 5, 5], top_p=0.999) == [1, 2, 3, 4]
+    assert support([0, 5, 9, 5, 5], top_p=0.96) == [1, 2]
+
+
+def test_top_p_is_of_what_top_k_kept():
+    row = np.log([3, 1, 4, 2])
+    assert support(row, top_p=0.55) == [0, 2]
+    assert support(row, top_p=0.55, top_k=2) == [2]  # 4 of 7
+    assert support(row, top_p=0.6, top_k=2) == [0, 2]
+
+
+def test_top_p_is_of_the_probabilities_at_the_temperature():
+    row = np.log([4.0, 2.0, 1.0, 1.0])
+    assert support(row, 0.5, top_p=0.8) == [0, 1]  # 16 and 4 of 22
+    assert support(row, 1.0, top_p=0.8) == [0, 1, 2]
+    assert support(row, 1e9, top_p=0.8) == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize("cut", [{"top_k": 3}, {"top_p": 0.8}, {"top_k": 5, "top_p": 0.9}], ids=str)
+def test_samples_follow_the_softmax_of_the_kept(cut):
+    kept = kept_tokens(ROW, 1.2, **cut)
+    assert 3 <= len(kept) <= 4
+    chosen = choose_tokens(np.tile(ROW, (SAMPLES, 1)), np.arange(SAMPLES), 1.2, 1, **cut)
+    counts = np.bincount(chosen, minlength=len(ROW))
+    assert counts.sum() == counts[kept].sum()
+    weights = np.exp(ROW[kept] / 1.2, dtype=float)
+    assert chi_squared(counts[kept], SAMPLES * weights / weights.sum()) < CHI_SQUARED_999[3]
+
+
+def test_temperature_0_takes_no_notice_of_top_k_and_top_p():
+    rows = np.random.default_rng(0).integers(0, 9, (20, 33)).astype(np.float32)
+    expected = choose_tokens(rows, np.arange(20))
+    for cut in ({"top_k": 2}, {"top_p": 0.1}, {"top_k": 3, "top_p": 0.5}):
+        assert_same_bits(choose_tokens(rows, np.arange(20), **cut), expected)
+
+
+def test_the_most_probable_alone_is_greedy():
+    rows = np.random.default_rng(0).integers(0, 9, (50, 33)).astype(np.float32)
+    expected = rows.argmax(axis=1).astype(np.int32)
+    for cut in ({"top_k": 1}, {"top_p": 1e-9}, {"top_k": 1, "top_p": 0.5}):
+        assert_same_bits(choose_tokens(rows, np.arange(50), 2.0, **cut), expected)
+
+
+@pytest.mark.parametrize("cut", [{}, {"top_k": 2}, {"top_p": 0.7}, {"top_k": 2, "top_p": 0.7}], ids=str)
+@pytest.mark.filterwarnings("error")
+def test_infinite_logits_and_nan(cut):
+    inf, nan = np.inf, np.nan
+    rows = [[-inf] * 4, [nan] * 4, [nan, 0, nan, -inf], [1, inf, 5, inf], [-inf, nan, inf, nan], [-inf, -inf, nan, -9]]
+    chosen = choose_tokens(np.array(rows, np.float32), np.arange(6), 1.0, **cut)
+    assert chosen.tolist() == [0, 0, 1, 1, 2, 3]

@@ -79,6 +79,8 @@ def decode(
     max_new_tokens: int,
     temperature: float = 0.0,
     seed: int = 0,
+    top_k: int = 0,
+    top_p: float = 1.0,
     on_token: Callable[[int], None] | None = None,
     keep_logits: bool = False,
 ) -> Generation:
@@ -102,7 +104,7 @@ def decode(
         proposal = draft(decoder, drafter, committed, node_budget, depth_limit, model.config.vocab_size)
         tree = build(model, committed[-1], proposal, node_budget)
         logits = model.forward(tree.tokens, tree.parents, tree.depths, cache).logits
-        targets = choose_tokens(logits, cache.length, tree.depths, temperature, seed)
+        targets = choose_tokens(logits, cache.length, tree.depths, temperature, seed, top_k, top_p)
         accepted = tree_accept(tree.tokens, tree.parents, targets, 1 + (len(proposal[0]) if proposal else 0))
         cache.commit(accepted.path, accepted.length)
 

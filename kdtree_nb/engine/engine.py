@@ -87,6 +87,8 @@ class Engine:
         max_new_tokens: int = 64,
         temperature: float = 0.0,
         seed: int = 0,
+        top_k: int = 0,
+        top_p: float = 1.0,
         drafter: Drafter | None = None,
         on_token: Callable[[int], None] | None = None,
         keep_logits: bool = False,
@@ -105,6 +107,10 @@ class Engine:
             0 takes the most probable token, lowest id first; above it, samples from softmax(logits / temperature).
         seed : int
             Of the samples: the same seed gives the same text, whatever the decoder and its budget.
+        top_k : int
+            Sample from the k most probable tokens; 0 from all.
+        top_p : float
+            Of these, sample from the fewest that have this share of their probability; 1 from all.
         drafter : Drafter, optional
             Prompt look-up by default.
         on_token : callable, optional
@@ -126,6 +132,9 @@ class Engine:
             temperature == 0 or LOWEST_TEMPERATURE <= temperature < np.inf
         )
         _require(usable, f"temperature={temperature!r}", f"0, or a finite number from {LOWEST_TEMPERATURE}")
+        _require_whole("top_k", top_k, 0, np.inf)
+        share = isinstance(top_p, float | int | np.floating) and 0 < top_p <= 1
+        _require(share, f"top_p={top_p!r}", "a number above 0 and at most 1")
         with self.device.running():
             generation = decode(
                 self.model,
@@ -137,6 +146,8 @@ class Engine:
                 max_new_tokens,
                 temperature,
                 seed,
+                top_k,
+                top_p,
                 on_token,
                 keep_logits,
             )

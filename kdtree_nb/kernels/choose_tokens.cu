@@ -1,11 +1,19 @@
-// choose_tokens: the target's token after each row of logits: the argmax, or a sample of the softmax.
+// choose_tokens: the target's token after each row of logits: the argmax, or a sample of the softmax, cut to the most
+// probable tokens by top_k and top_p.
 //
 // Idea      A sample inverts the cumulative distribution, in fp64, at a random number that belongs to the row's
 //           position: Philox4x64-10 with the position as counter, NumPy's generator to the bit. Each thread sums one
 //           stretch of the vocabulary, thread 0 the stretches, and the thread whose stretch it is finds the token.
+//           A cut is a key, and no token below it is kept. Both are found alike, 4 bits at a time: where masses summed
+//           from the largest key down reach a goal, each token's mass being 1 for top_k, its weight for top_p.
 // Grid      (N), 256 threads.
-// Invariant a row depends on its logits, its position and the seed; every sum has a fixed order.
+// Invariant a row depends on its logits, its position and the seed; every sum has a fixed order, and those that decide
+//           a cut are of whole numbers, so that no order would change them.
+#include "order.cuh"
+
 constexpr int THREADS = 256;
+
+constexpr double MASS_UNITS = 1099511627776.0;  // 2^40: what a weight of 1 counts for top_p
 
 typedef unsigned long long Word;
 
@@ -28,15 +36,56 @@ __device__ double uniform(Word seed, Word position)
     return double(counter[0] >> 11) * (1.0 / 9007199254740992.0);
 }
 
+// The key at which the masses of the tokens, summed from the largest key down, reach goal(their sum over all tokens).
+// sums: by digit, in shared memory, a column for each thread so that none waits for another.
+template <class Mass, class Goal>
+__device__ Key crossing(const float* row, int vocab, Word (*sums)[THREADS], Mass mass, Goal goal)
+{
+    const int thread = threadIdx.x;
+    Key prefix = 0;  // leading digits of the key
+    Word above = 0;  // masses of all keys that lead with larger digits
+    double wanted = 0;
+    for (int shift = 60; shift >= 0; shift -= 4) {
+        for (int digit = 0; digit < 16; ++digit)
+            sums[digit][thread] = 0;
+        for (int i = thread; i < vocab; i += THREADS) {
+            const Key key = key_of(row[i], i);
+            if (shift == 60 || key >> (shift + 4) == prefix >> (shift + 4))
+                sums[key >> shift & 15][thread] += mass(i, key);
+        }
+        for (int step = THREADS / 2; step > 0; step /= 2) {
+            __syncthreads();
+            if (thread < step)
+                for (int digit = 0; digit < 16; ++digit)
+                    sums[digit][thread] += sums[digit][thread + step];
+        }
+        __syncthreads();
+        if (shift == 60) {
+            Word total = 0;
+            for (int digit = 0; digit < 16; ++digit)
+                total += sums[digit][0];
+            wanted = goal(double(total));
+        }
+        int digit = 15;
+        while (double(above + sums[digit][0]) < wanted)
+            above += sums[digit--][0];
+        prefix |= Key(digit) << shift;
+        __syncthreads();
+    }
+    return prefix;
+}
+
 extern "C" __global__ void choose_tokens(const float* __restrict__ logits,    // [N, vocab]
                                          const int* __restrict__ prefix_len,  // [1]
                                          const int* __restrict__ depths,      // [N], −1 in padding
                                          int* __restrict__ targets,           // [N]
-                                         int vocab, double temperature, unsigned long long seed)
+                                         int vocab, double temperature, unsigned long long seed,
+                                         int top_k, double top_p)  // 0 and 1 keep all
 {
     __shared__ float best_logit[THREADS];
     __shared__ int best_id[THREADS];
     __shared__ double sums[THREADS];
+    __shared__ Word digit_sums[16][THREADS];
     const float* row = logits + size_t(blockIdx.x) * vocab;
     const int thread = threadIdx.x;
 
@@ -59,35 +108,45 @@ extern "C" __global__ void choose_tokens(const float* __restrict__ logits,    //
         }
     }
     __syncthreads();
-    if (temperature == 0) {
+    if (temperature == 0 || isinf(best_logit[0])) {
         if (thread == 0)
             targets[blockIdx.x] = best_id[0];
         return;
     }
 
     const double highest = best_logit[0];
+    Key cut = 0;
+    const auto weight = [&](int i, Key key) {
+        return key < cut || isnan(row[i]) ? 0.0 : exp((row[i] - highest) / temperature);
+    };
+    if (0 < top_k && top_k < vocab)
+        cut = crossing(
+            row, vocab, digit_sums, [](int, Key) { return Word(1); }, [=](double) { return double(top_k); });
+    if (top_p < 1)
+        cut = crossing(
+            row, vocab, digit_sums, [&](int i, Key key) { return Word(rint(weight(i, key) * MASS_UNITS)); },
+            [=](double total) { return top_p * total; });
+
     const int stretch = (vocab + THREADS - 1) / THREADS, first = thread * stretch;
     const int end = min(first + stretch, vocab);
     double sum = 0;
     for (int i = first; i < end; ++i)
-        sum += exp((row[i] - highest) / temperature);
+        sum += weight(i, key_of(row[i], i));
     sums[thread] = sum;
     __syncthreads();
-    if (thread == 0) {
+    if (thread == 0)
         for (int t = 1; t < THREADS; ++t)
             sums[t] += sums[t - 1];
-        targets[blockIdx.x] = vocab - 1;
-    }
     __syncthreads();
     const double threshold = uniform(seed, *prefix_len + max(depths[blockIdx.x], 0)) * sums[THREADS - 1];
     const double before = thread ? sums[thread - 1] : 0;
     if (before <= threshold && threshold < sums[thread]) {
         double cumulative = before;
-        int token = vocab - 1;
+        int token = first;
         for (int i = first; i < end && cumulative <= threshold; ++i) {
-            const double weight = exp((row[i] - highest) / temperature);
-            cumulative += weight;
-            if (weight > 0)  // the last of the stretch that can be chosen, should its sum round to the threshold
+            const double mass = weight(i, key_of(row[i], i));
+            cumulative += mass;
+            if (mass > 0)  // the last of the stretch that can be chosen, should its sum round to the threshold
                 token = i;
         }
         targets[blockIdx.x] = token;

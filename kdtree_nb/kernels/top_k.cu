@@ -6,18 +6,10 @@
 //           are gathered and sorted.
 // Grid      (L), whole warps; how many depends on the size of the vocabulary alone.
 // Invariant a row depends on itself alone; its sum has a fixed order, and its keys are all different.
+#include "order.cuh"
 #include "reduce.cuh"
 
 constexpr int MAX_K = 1024;
-
-typedef unsigned long long Key;
-
-__device__ __forceinline__ Key key_of(float log_prob, int id)
-{
-    const unsigned bits = __float_as_uint(isnan(log_prob) ? -INFINITY : log_prob);
-    const unsigned ordered = bits & 0x80000000u ? ~bits : bits | 0x80000000u;
-    return Key(ordered) << 32 | (0xffffffffu - unsigned(id));
-}
 
 __device__ __forceinline__ float log_prob_of(Key key)
 {

@@ -14,10 +14,12 @@ from kdtree_nb.reference import sampling
 VOCABS = [1, 2, 255, 256, 257, 1013, 40_000]
 
 
-def run(device, logits, prefix_len: int = 0, depths=None, temperature: float = 0.0, seed: int = 0) -> np.ndarray:
+def run(
+    device, logits, prefix_len: int = 0, depths=None, temperature: float = 0.0, seed: int = 0, **cut: float
+) -> np.ndarray:
     depths = np.arange(len(logits)) if depths is None else depths
     arrays = device.put(logits, np.float32), device.put([prefix_len], np.int32), device.put(depths, np.int32)
-    targets = device.host(choose_tokens(*arrays, temperature, seed))
+    targets = device.host(choose_tokens(*arrays, temperature, seed, **cut))
     assert (targets.dtype, targets.shape) == (np.int32, (len(logits),))
     return targets
 
@@ -134,11 +136,108 @@ def test_nor_where_a_sum_rounds_to_the_random_number(device):
     assert row[target] > -np.inf
 
 
-def test_any_order_of_threads(device):
+# ---- top-k and top-p -------------------------------------------------------------------------------------------------
+
+CUTS = [
+    {"top_k": 1},
+    {"top_k": 7},
+    {"top_k": 254},
+    {"top_p": 1e-9},
+    {"top_p": 0.5},
+    {"top_p": 0.9},
+    {"top_p": 0.999},
+    {"top_p": 1 - 2.0**-53},
+    {"top_k": 20, "top_p": 0.8},
+    {"top_k": 300, "top_p": 0.3},
+]
+
+
+def assert_specified(device, logits, temperature: float, **cut: float) -> None:
+    """The same tokens, and so the same tokens kept: a random number above all but the last of those finds it."""
+    for seed in (3, 2**63):
+        expected = sampling.choose_tokens(logits, 50 + np.arange(len(logits)), temperature, seed, **cut)
+        assert_same_bits(run(device, logits, 50, None, temperature, seed, **cut), expected)
+
+
+@pytest.mark.parametrize("cut", CUTS, ids=str)
+@pytest.mark.parametrize("vocab", [1, 2, 255, 257, 1013])
+def test_cuts_are_those_of_the_specification(device, vocab, cut):
+    rng = np.random.default_rng(vocab)
+    logits = rng.normal(0, 3, (24, vocab)).astype(np.float32)
+    logits[1] = 0.5
+    logits[2] = rng.integers(0, 2, vocab)  # half of them tie
+    logits[3] = rng.choice([-0.0, 0.0, 1.0], vocab)
+    logits[4] = rng.choice([-np.inf, np.nan, -1.0, -2.0], vocab)
+    logits[5] = -np.inf
+    logits[6] = np.nan
+    logits[7, :-1] = -np.inf
+    logits[8, :-1] = np.nan
+    logits[9, vocab // 2] = np.inf
+    logits[10] = np.linspace(-1e4, 1e4, vocab)
+    logits[11] = rng.normal(0, 1e-6, vocab)
+    logits[12] = rng.integers(-3, 3, vocab)
+    assert_specified(device, logits, 0.8, **cut)
+
+
+@pytest.mark.parametrize("temperature", [1e-300, 1e-6, 0.3, 1e9])
+def test_cuts_at_any_temperature(device, temperature):
+    logits = np.random.default_rng(1).normal(0, 2, (8, 1013)).astype(np.float32)
+    for cut in ({"top_k": 5}, {"top_p": 0.7}, {"top_k": 500, "top_p": 0.7}):
+        assert_specified(device, logits, temperature, **cut)
+
+
+@pytest.mark.parametrize("cut", [{"top_k": 50}, {"top_p": 0.9}, {"top_k": 163_839, "top_p": 0.999}], ids=str)
+def test_cuts_of_a_real_vocabulary(device, cut):
+    rng = np.random.default_rng(2)
+    logits = np.stack([rng.normal(0, 2, 163_840), rng.integers(0, 3, 163_840), np.zeros(163_840)]).astype(np.float32)
+    assert_specified(device, logits, 1.0, **cut)
+
+
+def test_a_cut_keeps_what_it_should_and_all_of_it(device):
+    """Every kept token comes up in 120 draws, no other does; ties by the lower id, wherever a thread's stretch ends."""
+    row = np.full(700, -3.0)
+    row[[650, 300, 301, 5]] = 2
+    row[[256, 512, 255]] = 1.5
+    rows = np.tile(row, (120, 1))
+    for top_k, kept in ((1, [5]), (3, [5, 300, 301]), (5, [5, 255, 300, 301, 650])):
+        assert sorted(set(run(device, rows, temperature=1.0, top_k=top_k).tolist())) == kept
+    equal = np.zeros((120, 16))
+    for top_p, kept in ((1e-9, 1), (0.25, 4), (0.26, 5), (0.9375, 15), (0.94, 16)):
+        assert sorted(set(run(device, equal, temperature=1.0, top_p=top_p).tolist())) == list(range(kept))
+    assert sorted(set(run(device, equal, temperature=1.0, top_k=8, top_p=0.5).tolist())) == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize("cut", [{"top_k": 9}, {"top_p": 0.8}], ids=str)
+def test_a_cut_does_not_depend_on_the_rows_beside_it(device, cut):
+    logits = np.random.default_rng(3).normal(0, 2, (12, 517)).astype(np.float32)
+    whole = run(device, logits, 100, None, 0.9, 3, **cut)
+    for row in (0, 5, 11):
+        assert run(device, logits[row : row + 1], 100 + row, [0], 0.9, 3, **cut).tolist() == [whole[row]]
+    backwards = run(device, logits[::-1], 90, np.arange(21, 9, -1), 0.9, 3, **cut)
+    assert_same_bits(backwards, whole[::-1].copy())
+
+
+def test_temperature_0_takes_no_notice_of_a_cut(device):
+    logits = np.random.default_rng(4).integers(0, 9, (5, 300)).astype(np.float32)
+    assert_same_bits(run(device, logits, top_k=3, top_p=0.5), logits.argmax(axis=1).astype(np.int32))
+
+
+# ---- all of it -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("cut", [{}, {"top_k": 9}, {"top_p": 0.5}], ids=str)
+def test_any_order_of_threads(device, cut):
     arrays = device.put(np.random.default_rng(3).integers(0, 9, (5, 700)), np.float32), device.put([3], np.int32)
     depths = device.put(np.arange(5), np.int32)
     for temperature in (0.0, 1.0):
-        device.every_schedule(lambda temperature=temperature: [choose_tokens(*arrays, depths, temperature)])
+        device.every_schedule(lambda temperature=temperature: [choose_tokens(*arrays, depths, temperature, **cut)])
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_infinite_logits_and_nan(device, temperature):
+    inf, nan = np.inf, np.nan
+    rows = [[-inf] * 4, [nan] * 4, [nan, 0, nan, -inf], [1, inf, 5, inf], [-inf, nan, inf, nan], [-inf, -inf, nan, -9]]
+    assert run(device, rows, temperature=temperature).tolist() == [0, 0, 1, 1, 2, 3]
 
 
 def test_padding_is_drawn_like_the_root(device):
@@ -157,15 +256,15 @@ def test_numpy_arrays_take_the_specification():
         np.random.default_rng(5).standard_normal((3, 50)).astype(np.float32),
         np.array([0, 1, -1], np.int32),
     )
-    targets = choose_tokens(logits, np.array([9], np.int32), depths, 0.7, 4)
-    assert_same_bits(targets, sampling.choose_tokens(logits, np.array([9, 10, 9]), 0.7, 4))
+    for cut in ((), (3, 0.5)):
+        targets = choose_tokens(logits, np.array([9], np.int32), depths, 0.7, 4, *cut)
+        assert_same_bits(targets, sampling.choose_tokens(logits, np.array([9, 10, 9]), 0.7, 4, *cut))
 
 
 def test_refuses(device):
-    def choose(logits: tuple, depths: int, temperature: float = 0.0, dtype: type = np.float32):
-        return choose_tokens(
-            device.empty(logits, dtype), device.empty(1, np.int32), device.empty(depths, np.int32), temperature
-        )
+    def choose(logits: tuple, depths: int, temperature: float = 0.0, dtype: type = np.float32, **cut: float):
+        arrays = device.empty(logits, dtype), device.empty(1, np.int32), device.empty(depths, np.int32)
+        return choose_tokens(*arrays, temperature, **cut)
 
     with pytest.raises(
         ValueError, match=r"choose_tokens: logits \[2, 7\] and depths \[3\], expected \[N, vocab\] and \[N\]"
@@ -173,8 +272,13 @@ def test_refuses(device):
         choose((2, 7), 3)
     with pytest.raises(ValueError, match=r"choose_tokens: logits \[2\] and depths \[2\]"):
         choose((2,), 2)
-    for temperature in (-1.0, np.nan):
-        with pytest.raises(ValueError, match=rf"choose_tokens: temperature={temperature}, expected 0 or more"):
+    for temperature in (-1.0, np.nan, np.inf):
+        with pytest.raises(
+            ValueError, match=rf"choose_tokens: temperature={temperature}, expected 0 or more, and finite"
+        ):
             choose((2, 7), 2, temperature)
+    for top_k, top_p in ((-1, 0.5), (2, 0.0), (2, 1.1), (2, np.nan)):
+        with pytest.raises(ValueError, match=rf"choose_tokens: top_k={top_k}, top_p={top_p}, expected 0 or more, and"):
+            choose((2, 7), 2, 1.0, top_k=top_k, top_p=top_p)
     with pytest.raises(TypeError, match=r"choose_tokens: .*'logits' is float64"):
         choose((2, 7), 2, dtype=np.float64)

@@ -12,7 +12,12 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
-from transformers import DeepseekV3Config  # noqa: E402
+from transformers import (  # noqa: E402
+    DeepseekV3Config,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
 from transformers.models.deepseek_v3 import modeling_deepseek_v3  # noqa: E402
 
 from golden.make_parity import MODELS, PROMPT_LENGTHS, TransformersModel, load_with_transformers  # noqa: E402
@@ -20,6 +25,7 @@ from kdtree_nb.config import ModelConfig  # noqa: E402
 from kdtree_nb.reference.model import forward, greedy, hidden_states  # noqa: E402
 from kdtree_nb.reference.moe import moe_route  # noqa: E402
 from kdtree_nb.reference.rope import apply_rope, rope, softmax_scale  # noqa: E402
+from kdtree_nb.reference.sampling import choose_tokens, truncate  # noqa: E402
 
 TOLERANCE = 1e-4
 
@@ -131,3 +137,24 @@ def test_router_at_real_sizes(experts: int, top_k: int, groups: int, kept: int, 
     np.put_along_axis(ours, expert_ids, weights, axis=1)
     np.testing.assert_array_equal(ours != 0, dense != 0)
     np.testing.assert_allclose(ours, dense, rtol=1e-5)
+
+
+@pytest.mark.parametrize("temperature", [0.6, 1.0, 1.5])
+@pytest.mark.parametrize(("top_k", "top_p"), [(0, 0.95), (0, 0.5), (20, 1.0), (1, 1.0), (50, 0.9), (5, 0.3)])
+def test_samples_are_of_the_tokens_that_the_warpers_keep(temperature: float, top_k: int, top_p: float) -> None:
+    """Logits without ties, as ties are where the two differ."""
+    warpers = [TemperatureLogitsWarper(temperature)]
+    warpers += [TopKLogitsWarper(top_k)] if top_k else []
+    warpers += [TopPLogitsWarper(top_p)] if top_p < 1 else []
+    logits = np.random.default_rng(0).normal(0, 3, (40, 500)).astype(np.float32)
+    assert all(len(np.unique(row)) == 500 for row in logits)
+    scores = torch.from_numpy(logits)
+    for warper in warpers:
+        scores = warper(None, scores)
+    weights = np.exp((logits - logits.max(axis=1, keepdims=True)).astype(np.float64) / temperature)
+    kept = truncate(logits, weights, top_k, top_p)
+    np.testing.assert_array_equal(kept > 0, np.isfinite(scores.numpy()))
+    theirs = scores.double().softmax(dim=1).numpy()
+    np.testing.assert_allclose(kept / kept.sum(axis=1, keepdims=True), theirs, rtol=1e-5)
+    drawn = choose_tokens(logits, np.arange(40), temperature, 0, top_k, top_p)
+    assert np.isfinite(scores.numpy()[np.arange(40), drawn]).all()
