@@ -83,6 +83,86 @@ def test_build_agrees_with_enumeration(values):
     check()
 
 
+def best_conditioned(log_probs: np.ndarray, children: np.ndarray, node_budget: int) -> list[tuple[Ranks, Ranks]]:
+    """As best_prefixes, each prefix's children taken from its last candidate's row: paths of ranks and of candidates."""
+    scored: list[tuple[float, Ranks, Ranks]] = []
+    level: list[tuple[np.float32, Ranks, Ranks]] = [(np.float32(0), (), (0,))]
+    for depth in range(len(log_probs)):
+        level = [
+            (score + log_prob, (*ranks, rank), (*path, int(children[depth, path[-1], rank])))
+            for score, ranks, path in level
+            for rank, log_prob in enumerate(log_probs[depth, path[-1]])
+            if log_prob > -np.inf
+        ]
+        scored += [(-float(score), ranks, path[1:]) for score, ranks, path in level]
+    return [(ranks, path) for _, ranks, path in sorted(scored)[:node_budget]]
+
+
+@st.composite
+def conditionals(draw: st.DrawFn, values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Rows [L, K, K] of some of at most 256 values, up to 4 × 4 × 4, sorted, and their candidates in any order."""
+    depth_limit, width = draw(st.integers(1, 4)), draw(st.integers(1, 4))
+    shape = depth_limit, width, width
+    indices = draw(st.binary(min_size=depth_limit * width * width, max_size=depth_limit * width * width))
+    rows = -np.sort(-values[[index % len(values) for index in indices]].reshape(shape), axis=2)
+    rng = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
+    children = rng.permuted(np.broadcast_to(np.arange(width), shape), axis=2).astype(np.int32)
+    # What must not be read: rows of other parents than the root at depth 0, candidates of impossible children.
+    rows[0, 1:] = np.nan
+    children[rows == -np.inf] = -7
+    children[0, 1:] = -7
+    return rows, children
+
+
+def distinct_ids(depth_limit: int, width: int) -> np.ndarray:
+    return 3 + np.arange(depth_limit * width, dtype=np.int32).reshape(depth_limit, width)[::-1, ::-1]
+
+
+@pytest.mark.parametrize("values", [TIED, ROUNDED, SPREAD], ids=["ties", "rounding", "spread"])
+def test_build_with_children_agrees_with_enumeration(values):
+    @settings(max_examples=400, deadline=None)
+    @given(draft=conditionals(values), node_budget=st.integers(0, 40))
+    def check(draft, node_budget):
+        log_probs, children = draft
+        token_ids = distinct_ids(*log_probs.shape[:2])
+        tree = tree_build(17, log_probs, token_ids, node_budget, children)
+        expected = best_conditioned(log_probs, children, node_budget)
+        assert rank_paths(tree, token_ids) == [path for _, path in expected]
+        assert_well_formed(tree, node_budget)
+
+    check()
+
+
+@settings(max_examples=200, deadline=None)
+@given(log_probs=marginals(TIED), node_budget=st.integers(0, 40))
+def test_marginals_are_conditionals_whose_rows_are_alike(log_probs, node_budget):
+    depth_limit, width = log_probs.shape
+    token_ids = distinct_ids(depth_limit, width)
+    children = np.tile(np.arange(width, dtype=np.int32), (depth_limit, width, 1))
+    expected = tree_build(17, log_probs, token_ids, node_budget)
+    tree = tree_build(17, log_probs[:, None].repeat(width, axis=1), token_ids, node_budget, children)
+    assert tree.num_nodes == expected.num_nodes
+    for name in ("tokens", "parents", "depths"):
+        assert_same_bits(getattr(tree, name), getattr(expected, name))
+
+
+def test_a_child_is_ranked_by_its_own_parent():
+    """Token 5 is followed by 8, token 6 by 7: the marginals of the second position know neither."""
+    log_probs = np.log([[[0.6, 0.4]] * 2, [[0.9, 0.1], [0.8, 0.2]]]).astype(np.float32)
+    children = np.array([[[0, 1]] * 2, [[1, 0], [0, 1]]], np.int32)
+    tree = tree_build(17, log_probs, np.array([[5, 6], [7, 8]]), 6, children)  # .6, .54, .4, .32, .08, .06
+    assert tree.tokens.tolist() == [17, 5, 8, 6, 7, 8, 7]
+    assert tree.parents.tolist() == [-1, 0, 1, 0, 3, 3, 1]
+
+
+@pytest.mark.parametrize("shape", [(0, 3), (2, 0)])
+def test_no_conditionals_leave_the_root(shape):
+    rows = np.zeros((*shape, shape[1]), np.float32)
+    tree = tree_build(17, rows, np.zeros(shape, np.int32), 2, rows.astype(np.int32))
+    assert tree.num_nodes == 1
+    assert_well_formed(tree, 2)
+
+
 def test_uniform_marginals_end_with_the_lexicographic_order():
     paths, _ = build(np.full((3, 4), np.log(0.25), np.float32), 6)
     assert paths == [(0,), (1,), (2,), (3,), (0, 0), (0, 1)]
@@ -203,6 +283,34 @@ def test_log_probs_are_taken_as_float32():
 def test_build_refuses(rows, token_ids, node_budget, message):
     with pytest.raises(ValueError, match=message):
         tree_build(17, np.array(rows, np.float32), np.array(token_ids), node_budget)
+
+
+GOOD = [[[-1, -2], [np.nan, 9]], [[-1, -2], [-1, -np.inf]]]
+
+
+@pytest.mark.parametrize(
+    ("log_probs", "token_ids", "children", "message"),
+    [
+        (GOOD, [[3, 4]] * 2, [[0, 1]] * 2, r"log_probs \[2, 2, 2\], children \[2, 2\] and token_ids \[2, 2\], expected \["),
+        (GOOD[0], [[3, 4]] * 2, [[[0, 1]] * 2] * 2, r"log_probs \[2, 2\], children \[2, 2, 2\] and token_ids \[2, 2\]"),
+        (GOOD, [3, 4], [[[0, 1]] * 2] * 2, r"log_probs \[2, 2, 2\], children \[2, 2, 2\] and token_ids \[2\]"),
+        (GOOD, [[3, 4]] * 2, [[[0, 1]] * 2, [[0, 1], [2, 0]]], r"children name candidates 0\.\.2, expected 0 to 1"),
+        (GOOD, [[3, 4]] * 2, [[[0, -1]] * 2, [[0, 1]] * 2], r"children name candidates -1\.\.1, expected 0 to 1"),
+        (GOOD, [[3, 4]] * 2, [[[0, 1]] * 2, [[1, 1]] * 2], r"children name a candidate twice in a row"),
+        ([GOOD[0], GOOD[0]], [[3, 4]] * 2, [[[0, 1]] * 2] * 2, r"log_probs hold NaN"),
+        ([[[0.5, -1]] * 2] * 2, [[3, 4]] * 2, [[[0, 1]] * 2] * 2, r"log_probs reach 0\.5, expected at most 0"),
+        ([[[-1, -2]] * 2, [[-1, -2], [-2, -1]]], [[3, 4]] * 2, [[[0, 1]] * 2] * 2, r"log_probs ascend within a row"),
+    ],
+    ids=["children", "log_probs", "token_ids", "beyond", "below", "twice", "NaN", "positive", "ascending"],
+)  # fmt: skip
+def test_build_refuses_children(log_probs, token_ids, children, message):
+    with pytest.raises(ValueError, match=f"tree_build: {message}"):
+        tree_build(17, np.array(log_probs, np.float32), np.array(token_ids), 3, np.array(children))
+
+
+def test_what_a_search_cannot_come_to_is_not_checked():
+    children = np.array([[[0, 1], [9, 9]], [[0, 1], [1, 9]]])
+    assert tree_build(17, np.array(GOOD, np.float32), np.array([[3, 4]] * 2), 9, children).num_nodes == 1 + 2 + 3
 
 
 # ---- who sees whom ---------------------------------------------------------------------------------------------------

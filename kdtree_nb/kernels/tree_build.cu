@@ -1,8 +1,10 @@
-// tree_build: the B most probable prefixes under the drafter's marginals, best first, in one warp.
+// tree_build: the B most probable prefixes under the drafter's marginals or conditionals, best first, in one warp.
 //
 // Idea      The frontier holds, for every node, its first child and the next sibling of what was taken: at most one
 //           candidate more than there are nodes. Each step the warp takes the best of it, writes it as a node, puts
 //           its next sibling into the candidate's place and its first child at the end.
+// Children  With marginals a depth has one row of log-probabilities. With conditionals it has one for each of the K
+//           tokens that the parent may be, and children says which of the depth's tokens a rank of that row is.
 // Grid      1 block of 32 threads.
 // Order     higher score first; equal scores by the lexicographically smaller path of ranks, a prefix before its
 //           extensions. A score is one addition a node in the order of the path: no other tree is right.
@@ -37,8 +39,10 @@ __device__ bool better(const Candidate& a, const Candidate& b, const int* rank, 
 }
 
 extern "C" __global__ void tree_build(const int* __restrict__ root,         // [1] the last committed token
-                                      const float* __restrict__ log_probs,  // [length, width], descending
+                                      const float* __restrict__ log_probs,  // [length, width], descending; or
+                                                                            // [length, width, width] with children
                                       const int* __restrict__ token_ids,    // [length, width]
+                                      const int* __restrict__ children,     // [length, width, width]; null: marginals
                                       int* __restrict__ tokens,             // [budget + 1], −1 in padding
                                       int* __restrict__ parents,            // [budget + 1], −1 for the root, in padding
                                       int* __restrict__ depths,             // [budget + 1], −1 in padding
@@ -48,7 +52,13 @@ extern "C" __global__ void tree_build(const int* __restrict__ root,         // [
     __shared__ Candidate frontier[MAX_NODES];
     __shared__ float score[MAX_NODES];
     __shared__ int rank[MAX_NODES], parent[MAX_NODES];
+    __shared__ int token[MAX_NODES];  // which of its depth's, with children; the root's children are in row 0
     const int lane = threadIdx.x;
+
+    // Where the log-probabilities at a depth, from 0, begin, given the parent's token.
+    const auto row_of = [&](int depth, const int& parent_token) {
+        return children ? (size_t(depth) * width + parent_token) * width : size_t(depth) * width;
+    };
 
     // Every lane follows nodes and waiting; lane 0 writes.
     int nodes = 1, waiting = 0;
@@ -57,7 +67,7 @@ extern "C" __global__ void tree_build(const int* __restrict__ root,         // [
     if (lane == 0) {
         tokens[0] = *root;
         parents[0] = parent[0] = -1;
-        depths[0] = rank[0] = 0;
+        depths[0] = rank[0] = token[0] = 0;
         score[0] = 0.0f;
         if (waiting)
             frontier[0] = {log_probs[0], 0, 0, 1};
@@ -77,17 +87,20 @@ extern "C" __global__ void tree_build(const int* __restrict__ root,         // [
         const Candidate taken = frontier[best];
         __syncwarp();
 
+        const size_t row = row_of(taken.depth - 1, token[taken.parent]);
+        const int chosen = children ? children[row + taken.rank] : taken.rank;
         Candidate sibling{-INFINITY, taken.parent, taken.rank + 1, taken.depth};
         if (sibling.rank < width)
-            sibling.score = score[taken.parent] + log_probs[(taken.depth - 1) * width + sibling.rank];
+            sibling.score = score[taken.parent] + log_probs[row + sibling.rank];
         Candidate child{-INFINITY, nodes, 0, taken.depth + 1};
         if (taken.depth < length)
-            child.score = taken.score + log_probs[taken.depth * width];
+            child.score = taken.score + log_probs[row_of(taken.depth, chosen)];
         if (lane == 0) {
-            tokens[nodes] = token_ids[(taken.depth - 1) * width + taken.rank];
+            tokens[nodes] = token_ids[(taken.depth - 1) * width + chosen];
             parents[nodes] = parent[nodes] = taken.parent;
             depths[nodes] = taken.depth;
             rank[nodes] = taken.rank;
+            token[nodes] = chosen;
             score[nodes] = taken.score;
         }
         const bool more_siblings = sibling.score > -INFINITY, more_depth = child.score > -INFINITY;

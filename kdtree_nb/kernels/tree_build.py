@@ -10,18 +10,22 @@ MAX_BUDGET = 1024
 _tree_build = Kernel("tree_build.cu")
 
 
-def tree_build(root: Array, log_probs: Array, token_ids: Array, node_budget: int) -> DraftTree:
+def tree_build(
+    root: Array, log_probs: Array, token_ids: Array, node_budget: int, children: Array | None = None
+) -> DraftTree:
     """The ``node_budget`` most probable prefixes: see :func:`kdtree_nb.reference.tree.tree_build`.
 
     Parameters
     ----------
     root : int32 [1]
         The last committed token.
-    log_probs : float32 [L, K]
+    log_probs : float32 [L, K], or with children [L, K, K]
         At most 0, descending; on a GPU this is not checked, and NaN counts as −inf.
     token_ids : int32 [L, K]
     node_budget : int
         B, without the root; at most 1,024 on a GPU.
+    children : int32 [L, K, K], optional
+        As :func:`kdtree_nb.kernels.transition.condition` makes them; on a GPU not checked.
 
     Returns
     -------
@@ -29,17 +33,13 @@ def tree_build(root: Array, log_probs: Array, token_ids: Array, node_budget: int
         On a GPU ``num_nodes`` is an array, int32 [1]: the host does not know it.
     """
     if not runs_cuda(log_probs):
-        return reference.tree_build(int(root[0]), log_probs, token_ids, node_budget)
-    if log_probs.ndim != 2 or log_probs.shape != token_ids.shape:
-        raise ValueError(
-            f"tree_build: log_probs {list(log_probs.shape)} and token_ids {list(token_ids.shape)}, "
-            "expected the same [L, K]"
-        )
+        return reference.tree_build(int(root[0]), log_probs, token_ids, node_budget, children)
+    reference.check_shapes(log_probs, token_ids, children)
     if not 0 <= node_budget <= MAX_BUDGET:
         raise ValueError(f"tree_build: node_budget={node_budget}, expected 0 to {MAX_BUDGET}")
-    xp, (length, width) = array_module(log_probs), log_probs.shape
+    xp, (length, width) = array_module(log_probs), token_ids.shape
     columns = [xp.empty(node_budget + 1, np.int32) for _ in range(3)]
     num_nodes = xp.empty(1, np.int32)
     sizes = [np.int32(n) for n in (length, width, node_budget)]
-    _tree_build((1,), (32,), (root, log_probs, token_ids, *columns, num_nodes, *sizes))
+    _tree_build((1,), (32,), (root, log_probs, token_ids, children, *columns, num_nodes, *sizes))
     return DraftTree(columns[0], columns[1], columns[2], num_nodes)

@@ -38,48 +38,70 @@ class DraftTree:
         return tree_svg([str(token) for token in self.tokens], self.parents)
 
 
-def tree_build(root: int, log_probs: np.ndarray, token_ids: np.ndarray, node_budget: int) -> DraftTree:
-    """The ``node_budget`` most probable prefixes under the product of the drafter's marginals.
+def tree_build(
+    root: int,
+    log_probs: np.ndarray,
+    token_ids: np.ndarray,
+    node_budget: int,
+    children: np.ndarray | None = None,
+) -> DraftTree:
+    """The ``node_budget`` most probable prefixes under the drafter's marginals, or under its conditionals.
 
     A prefix scores ``score(parent) + log_probs[depth − 1, rank]``, one float32 addition a node in the
     order of the path. Higher scores come first, equal ones by the lexicographically smaller path of
     ranks, a prefix before its extensions.
 
+    With ``children`` a node's own children are ranked: each depth has K candidates, and the r-th child
+    of the node that took candidate i is candidate ``children[depth, i, r]`` of its depth, with
+    ``log_probs[depth, i, r]``. Marginals are the case where every row i is the same and r is the candidate.
+
     Parameters
     ----------
     root : int
         The last committed token.
-    log_probs : float32 [L, K]
+    log_probs : float32 [L, K], or with children [L, K, K]
         At most 0, descending in each row; −inf entries never become nodes.
     token_ids : int [L, K]
+        Of the candidates of each depth.
     node_budget : int
         B ≥ 0, without the root.
+    children : int32 [L, K, K], optional
+        Different candidates in each row, where log_probs are above −inf. At depth 0 only row 0 is read,
+        there and in log_probs: the root is the only parent.
 
     Raises
     ------
     ValueError
-        For shapes that differ, NaN, positive or ascending log-probabilities, or a negative budget.
+        For shapes that differ, NaN, positive or ascending log-probabilities, children that are no
+        candidates or the same twice, or a negative budget.
     """
     log_probs = np.asarray(log_probs, np.float32)
-    check_marginals(log_probs, token_ids, node_budget)
-    depth_limit, width = log_probs.shape
+    check_marginals(log_probs, token_ids, node_budget, children)
+    depth_limit, width = token_ids.shape
+    if children is None:
+        log_probs = np.broadcast_to(log_probs[:, None], (depth_limit, width, width))
+        children = np.broadcast_to(np.arange(width), (depth_limit, width, width))
     tokens, parents, depths = [root], [-1], [0]
-    frontier: list[tuple[float, tuple[int, ...], int, np.float32]] = []
+    scores, candidates = [np.float32(0)], [0]  # of each node; the root's children are in row 0
+    frontier: list[tuple[float, tuple[int, ...], int]] = []
 
-    def propose(ranks: tuple[int, ...], parent: int, parent_score: np.float32) -> None:
+    def propose(ranks: tuple[int, ...], parent: int) -> None:
         if len(ranks) <= depth_limit and ranks[-1] < width:
-            score = parent_score + log_probs[len(ranks) - 1, ranks[-1]]
+            score = scores[parent] + log_probs[len(ranks) - 1, candidates[parent], ranks[-1]]
             if score > -np.inf:
-                heapq.heappush(frontier, (-score, ranks, parent, parent_score))
+                heapq.heappush(frontier, (-score, ranks, parent))
 
-    propose((0,), 0, np.float32(0))
+    propose((0,), 0)
     while frontier and len(tokens) <= node_budget:
-        negative_score, ranks, parent, parent_score = heapq.heappop(frontier)
-        tokens.append(int(token_ids[len(ranks) - 1, ranks[-1]]))
+        negative_score, ranks, parent = heapq.heappop(frontier)
+        depth, rank = len(ranks), ranks[-1]
+        candidates.append(int(children[depth - 1, candidates[parent], rank]))
+        scores.append(np.float32(-negative_score))
+        tokens.append(int(token_ids[depth - 1, candidates[-1]]))
         parents.append(parent)
-        depths.append(len(ranks))
-        propose((*ranks, 0), len(tokens) - 1, np.float32(-negative_score))  # first child
-        propose((*ranks[:-1], ranks[-1] + 1), parent, parent_score)  # next sibling
+        depths.append(depth)
+        propose((*ranks, 0), len(tokens) - 1)  # first child
+        propose((*ranks[:-1], rank + 1), parent)  # next sibling
 
     padding = [-1] * (node_budget + 1 - len(tokens))
     arrays = [np.array(column + padding, np.int32) for column in (tokens, parents, depths)]
@@ -147,18 +169,50 @@ def cache_commit(cache: np.ndarray, prefix_len: int, path: np.ndarray) -> None:
     cache[:, prefix_len : prefix_len + len(path)] = cache[:, prefix_len + path]
 
 
-def check_marginals(log_probs: np.ndarray, token_ids: np.ndarray, node_budget: int) -> None:
-    """Raise a ValueError unless these are marginals as :func:`tree_build` takes them."""
+def check_marginals(
+    log_probs: np.ndarray, token_ids: np.ndarray, node_budget: int, children: np.ndarray | None = None
+) -> None:
+    """Raise a ValueError unless these are marginals, or with children conditionals, as :func:`tree_build` takes them."""
     if node_budget < 0:
         raise ValueError(f"tree_build: node_budget={node_budget}, expected 0 or more")
-    if log_probs.ndim != 2 or log_probs.shape != token_ids.shape:
-        raise ValueError(
-            f"tree_build: log_probs {list(log_probs.shape)} and token_ids {list(token_ids.shape)}, "
-            "expected the same [L, K]"
-        )
-    if np.isnan(log_probs).any():
+    check_shapes(log_probs, token_ids, children)
+    rows = log_probs if children is None else _rows_read(log_probs)
+    if np.isnan(rows).any():
         raise ValueError("tree_build: log_probs hold NaN")
-    if (log_probs > 0).any():
-        raise ValueError(f"tree_build: log_probs reach {log_probs.max()}, expected at most 0")
-    if (log_probs[:, 1:] > log_probs[:, :-1]).any():
+    if (rows > 0).any():
+        raise ValueError(f"tree_build: log_probs reach {rows.max()}, expected at most 0")
+    if (rows[:, 1:] > rows[:, :-1]).any():
         raise ValueError("tree_build: log_probs ascend within a row, expected the most probable token first")
+    if children is not None:
+        width = token_ids.shape[1]
+        which, possible = _rows_read(children), rows > -np.inf
+        named = which[possible]
+        if ((named < 0) | (named >= width)).any():
+            raise ValueError(
+                f"tree_build: children name candidates {named.min()}..{named.max()}, expected 0 to {width - 1}"
+            )
+        in_order = np.sort(np.where(possible, which, width + np.arange(width)), axis=1)
+        if (in_order[:, 1:] == in_order[:, :-1]).any():
+            raise ValueError("tree_build: children name a candidate twice in a row, expected different ones")
+
+
+def check_shapes(log_probs: np.ndarray, token_ids: np.ndarray, children: np.ndarray | None) -> None:
+    """Raise a ValueError unless the shapes fit together: [L, K] twice, or with children [L, K, K] twice and [L, K]."""
+    if children is None:
+        if log_probs.ndim != 2 or log_probs.shape != token_ids.shape:
+            raise ValueError(
+                f"tree_build: log_probs {list(log_probs.shape)} and token_ids {list(token_ids.shape)}, "
+                "expected the same [L, K]"
+            )
+    elif token_ids.ndim != 2 or not log_probs.shape == children.shape == (*token_ids.shape, token_ids.shape[1]):
+        raise ValueError(
+            f"tree_build: log_probs {list(log_probs.shape)}, children {list(children.shape)} and "
+            f"token_ids {list(token_ids.shape)}, expected [L, K, K], [L, K, K] and [L, K]"
+        )
+
+
+def _rows_read(conditionals: np.ndarray) -> np.ndarray:
+    """The rows [·, K] of [L, K, K] that a search can come to: at depth 0 the first alone."""
+    read = np.ones(conditionals.shape[:2], bool)
+    read[:1, 1:] = False
+    return conditionals[read]

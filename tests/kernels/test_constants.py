@@ -5,7 +5,7 @@ import re
 import pytest
 
 from kdtree_nb.engine.engine import MAX_NODE_BUDGET
-from kdtree_nb.kernels import gemm, moe, top_k, tree_attention, tree_build
+from kdtree_nb.kernels import gemm, moe, top_k, transition, tree_attention, tree_build
 from kdtree_nb.kernels.source import read_source
 
 PAIRS = [
@@ -14,6 +14,8 @@ PAIRS = [
     ("moe.cu", "OUTPUTS", gemm.OUTPUTS),
     ("moe_route.cu", "MAX_EXPERTS", moe.MAX_EXPERTS),
     ("top_k.cu", "MAX_K", top_k.MAX_K),
+    ("transition.cu", "MAX_K", transition.MAX_K),
+    ("transition.cu", "MAX_RANK", transition.MAX_RANK),
     ("tree_build.cu", "MAX_NODES", tree_build.MAX_BUDGET + 1),
     ("tree_build.cu", "MAX_NODES", MAX_NODE_BUDGET + 1),
     ("tree_attention.cu", "SPLIT", tree_attention.SPLIT),
