@@ -175,13 +175,8 @@ def inspect(
         shape = " × ".join(map(str, row.shape))
         table.add_row(escape(row.name), row.kind, shape, row.dtype, f"{row.bytes:,}", f"{row.share:.1%}")
     out.print(table)
-    config = opened.config
-    out.print(
-        f"{config.num_hidden_layers} layers, hidden {config.hidden_size}, {config.n_routed_experts} experts "
-        f"(top {config.num_experts_per_tok}), vocabulary {config.vocab_size}; "
-        f"{opened.nbytes:,} bytes of weights, tokenizer: {opened.tokenizer or 'none'}",
-        soft_wrap=True,
-    )
+    size = f"{opened.nbytes:,} bytes of weights, tokenizer: {opened.tokenizer or 'none'}"
+    out.print(f"{opened.config}; {size}", soft_wrap=True)
     if verify:
         with err.status("checking") as status:
             opened.verify(lambda name: status.update(f"checking {escape(name)}"))

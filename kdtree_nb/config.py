@@ -1,4 +1,4 @@
-"""The shape of a model: read from, and written to, a Hugging Face ``config.json``."""
+"""The shapes of a model and of its drafter: read from, and written to, a Hugging Face ``config.json``."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -117,6 +117,10 @@ class ModelConfig:
                 f"an id below vocab_size={self.vocab_size}",
             )
 
+    def __str__(self) -> str:
+        experts = f"{self.n_routed_experts} experts (top {self.num_experts_per_tok})"
+        return f"{self.num_hidden_layers} layers, hidden {self.hidden_size}, {experts}, vocabulary {self.vocab_size}"
+
     @property
     def qk_head_dim(self) -> int:
         """Elements of one head's query: the part without position, then the rotated part."""
@@ -135,20 +139,20 @@ class ModelConfig:
         """Names and shapes [out, in] of a layer's gate, up and down projections, experts included."""
         prefix = f"model.layers.{layer}.mlp"
         if self.is_dense(layer):
-            return self._swiglu(prefix, self.intermediate_size)
+            return _swiglu(prefix, self.hidden_size, self.intermediate_size)
         shapes: dict[str, tuple[int, int]] = {}
         for expert in range(self.n_routed_experts):
-            shapes |= self._swiglu(f"{prefix}.experts.{expert}", self.moe_intermediate_size)
+            shapes |= _swiglu(f"{prefix}.experts.{expert}", self.hidden_size, self.moe_intermediate_size)
         if self.n_shared_experts:
-            shapes |= self._swiglu(f"{prefix}.shared_experts", self.n_shared_experts * self.moe_intermediate_size)
+            width = self.n_shared_experts * self.moe_intermediate_size
+            shapes |= _swiglu(f"{prefix}.shared_experts", self.hidden_size, width)
         return shapes
 
-    def _swiglu(self, prefix: str, width: int) -> dict[str, tuple[int, int]]:
-        return {
-            f"{prefix}.gate_proj": (width, self.hidden_size),
-            f"{prefix}.up_proj": (width, self.hidden_size),
-            f"{prefix}.down_proj": (self.hidden_size, width),
-        }
+    @property
+    def fewest_tensors(self) -> int:
+        """Fewer tensors than any bundle of this config holds; known before their names, which may be billions."""
+        sparse_layers = max(0, self.num_hidden_layers - self.first_k_dense_replace)
+        return 5 * self.num_hidden_layers + 3 * self.n_routed_experts * sparse_layers
 
     def weight_shapes(self) -> dict[str, tuple[int, ...]]:
         """Every weight of the model and its shape, [out, in] for projections, in the order of the forward pass.
@@ -214,13 +218,7 @@ class ModelConfig:
         values["rope_scaling"] = _yarn(_mapping(hf, "rope_scaling") or rope)
         eos = hf.get("eos_token_id")
         values["eos_token_ids"] = () if eos is None else tuple(eos) if isinstance(eos, list | tuple) else (eos,)
-        missing = [
-            field.name
-            for field in dataclasses.fields(cls)
-            if field.default is dataclasses.MISSING and field.name not in values
-        ]
-        if missing:
-            raise ValueError(f"config: missing {', '.join(missing)}")
+        _require_all(cls, values)
         return cls(**values)
 
     def to_hf(self) -> dict[str, Any]:
@@ -240,6 +238,200 @@ class ModelConfig:
             "num_key_value_heads": self.num_attention_heads,  # transformers would assume 128
             **hf,
         }
+
+
+@dataclass(frozen=True)
+class DrafterConfig:
+    """A DFlash drafter (arXiv 2602.06036): Qwen3 layers over a block, the target's hidden states as their context.
+
+    Field names are those of z-lab's checkpoints, whose ``config.json`` is a ``Qwen3Config`` with a ``dflash_config``.
+    Embedding and head are the target's. A transition head of rank ``transition_rank`` (0: none) re-weighs each
+    position's ``num_candidates`` best tokens by the one drafted before them; checkpoints of z-lab have none.
+
+    Parameters
+    ----------
+    block_size : int
+        Rows of a block, the last committed token first; it drafts ``block_size − 1`` tokens.
+    mask_token_id : int
+        Stands in the block for each token that is to be drafted.
+    target_layer_ids : tuple of int
+        Layers of the target, from 0, whose outputs the drafter reads.
+    sliding_window : int or None
+        Committed tokens that a block sees, the latest; None: all.
+
+    Raises
+    ------
+    ValueError
+        If a value is out of range or two disagree; the message names the field, its value and what was expected.
+    """
+
+    vocab_size: int
+    hidden_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    intermediate_size: int
+    max_position_embeddings: int
+    block_size: int
+    mask_token_id: int
+    target_layer_ids: tuple[int, ...]
+    rms_norm_eps: float = 1e-6
+    rope_theta: float = 10000.0
+    sliding_window: int | None = None
+    transition_rank: int = 0
+    num_candidates: int = 32
+
+    def __post_init__(self) -> None:
+        may_be_zero = {"mask_token_id", "transition_rank"}
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            if field.type in ("int", int) or (field.name == "sliding_window" and value is not None):
+                lowest = 0 if field.name in may_be_zero else 1
+                _require(
+                    type(value) is int and lowest <= value < 2**31, field.name, value, f"a whole number from {lowest}"
+                )
+        for name in ("rms_norm_eps", "rope_theta"):
+            value = getattr(self, name)
+            _require(_is_number(value) and value > 0, name, value, "a finite number above 0")
+        _require(self.head_dim % 2 == 0, "head_dim", self.head_dim, "an even number")
+        heads = self.num_attention_heads
+        divides = heads % self.num_key_value_heads == 0
+        _require(divides, "num_key_value_heads", self.num_key_value_heads, f"a divisor of num_attention_heads={heads}")
+        _require(2 <= self.block_size <= 64, "block_size", self.block_size, "2 to 64")
+        _require(
+            self.mask_token_id < self.vocab_size,
+            "mask_token_id",
+            self.mask_token_id,
+            f"an id below vocab_size={self.vocab_size}",
+        )
+        _require(
+            self.num_candidates <= min(256, self.vocab_size),
+            "num_candidates",
+            self.num_candidates,
+            f"at most 256 and vocab_size={self.vocab_size}",
+        )
+        layers = self.target_layer_ids
+        whole = bool(layers) and all(type(layer) is int and layer >= 0 for layer in layers)
+        ascending = whole and list(layers) == sorted(set(layers))
+        _require(ascending, "target_layer_ids", layers, "one layer or more, from 0, in ascending order")
+
+    def __str__(self) -> str:
+        reads = f"reads layers {', '.join(map(str, self.target_layer_ids))} of a target"
+        size = f"{self.num_hidden_layers} layers, hidden {self.hidden_size}, vocabulary {self.vocab_size}"
+        return f"drafter of {self.block_size - 1} tokens, {size}, {reads}"
+
+    def mlp_projections(self, layer: int) -> dict[str, tuple[int, int]]:
+        """Names and shapes [out, in] of a layer's gate, up and down projections."""
+        return _swiglu(f"layers.{layer}.mlp", self.hidden_size, self.intermediate_size)
+
+    def weight_shapes(self) -> dict[str, tuple[int, ...]]:
+        """Every weight and its shape, [out, in] for projections; names as in the checkpoint, without ``.weight``."""
+        hidden, head = self.hidden_size, self.head_dim
+        query, key = self.num_attention_heads * head, self.num_key_value_heads * head
+        shapes: dict[str, tuple[int, ...]] = {
+            "fc": (hidden, len(self.target_layer_ids) * hidden),
+            "hidden_norm": (hidden,),
+        }
+        for layer in range(self.num_hidden_layers):
+            at = f"layers.{layer}"
+            shapes[f"{at}.input_layernorm"] = (hidden,)
+            shapes |= {f"{at}.self_attn.{name}": (out, hidden) for name, out in (("q_proj", query), ("k_proj", key))}
+            shapes |= {f"{at}.self_attn.v_proj": (key, hidden), f"{at}.self_attn.o_proj": (hidden, query)}
+            shapes |= {f"{at}.self_attn.q_norm": (head,), f"{at}.self_attn.k_norm": (head,)}
+            shapes[f"{at}.post_attention_layernorm"] = (hidden,)
+            shapes |= self.mlp_projections(layer)
+        shapes["norm"] = (hidden,)
+        if self.transition_rank:
+            table = (self.vocab_size, self.transition_rank)
+            shapes |= {"transition.parent_table": table, "transition.child_table": table}
+            shapes["transition.gate"] = (self.transition_rank, hidden)
+        return shapes
+
+    @property
+    def fewest_tensors(self) -> int:
+        """Fewer tensors than any bundle of this config holds; known before their names are listed."""
+        return 11 * self.num_hidden_layers
+
+    @classmethod
+    def from_hf(cls, hf: Mapping[str, Any]) -> "DrafterConfig":
+        """Read a drafter's ``config.json``, already parsed.
+
+        Raises
+        ------
+        ValueError
+            For a missing key, or a setting that would change the result if it were ignored.
+        """
+        dflash, rope = _mapping(hf, "dflash_config"), _mapping(hf, "rope_parameters")
+        for name, expected in {"hidden_act": "silu", "attention_bias": False}.items():
+            _require(hf.get(name, expected) == expected, name, hf.get(name), repr(expected))
+        scaling = _mapping(hf, "rope_scaling") or rope
+        kind = scaling.get("rope_type", scaling.get("type", "default"))
+        _require(kind == "default", "rope_scaling.type", kind, "none")
+        values = {
+            field.name: source[field.name]
+            for source in (hf, dflash)
+            for field in dataclasses.fields(cls)
+            if field.name in source
+        }
+        if not hf.get("use_sliding_window", True):
+            values["sliding_window"] = None
+        values["rope_theta"] = rope.get("rope_theta", hf.get("rope_theta", 10000.0))
+        if "target_layer_ids" in values:
+            ids = values["target_layer_ids"]
+            _require(isinstance(ids, list | tuple), "target_layer_ids", ids, "a list of layers")
+            values["target_layer_ids"] = tuple(ids)
+        _require_all(cls, values)
+        return cls(**values)
+
+    def to_hf(self) -> dict[str, Any]:
+        """The ``config.json`` of this drafter, as :meth:`from_hf` reads it."""
+        hf = dataclasses.asdict(self)
+        inner = ("mask_token_id", "target_layer_ids", "transition_rank", "num_candidates")
+        dflash = {name: hf.pop(name) for name in inner}
+        dflash["target_layer_ids"] = list(dflash["target_layer_ids"])
+        return {
+            "architectures": ["DFlashDraftModel"],
+            "model_type": "qwen3",
+            "hidden_act": "silu",
+            "attention_bias": False,
+            "use_sliding_window": self.sliding_window is not None,
+            "dflash_config": dflash,
+            **hf,
+        }
+
+
+Config = ModelConfig | DrafterConfig
+"""Of what a bundle can hold."""
+
+
+def config_from_hf(hf: Mapping[str, Any]) -> Config:
+    """A model's or a drafter's config: a drafter's has a ``dflash_config``.
+
+    Raises
+    ------
+    ValueError
+        As ``from_hf`` of the two classes.
+    """
+    return DrafterConfig.from_hf(hf) if "dflash_config" in hf else ModelConfig.from_hf(hf)
+
+
+def _swiglu(prefix: str, hidden_size: int, width: int) -> dict[str, tuple[int, int]]:
+    return {
+        f"{prefix}.gate_proj": (width, hidden_size),
+        f"{prefix}.up_proj": (width, hidden_size),
+        f"{prefix}.down_proj": (hidden_size, width),
+    }
+
+
+def _require_all(cls: type, values: Mapping[str, Any]) -> None:
+    missing = [
+        field.name
+        for field in dataclasses.fields(cls)
+        if field.default is dataclasses.MISSING and field.name not in values
+    ]
+    if missing:
+        raise ValueError(f"config: missing {', '.join(missing)}")
 
 
 def _yarn(scaling: Mapping[str, Any]) -> YarnScaling | None:

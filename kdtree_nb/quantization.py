@@ -11,7 +11,7 @@ from functools import cached_property
 import numpy as np
 from ml_dtypes import bfloat16, finfo
 
-from kdtree_nb.config import ModelConfig
+from kdtree_nb.config import Config
 
 GROUP_SIZE = 32
 CODES_PER_WORD = 8
@@ -147,7 +147,7 @@ def routed_experts(name: str) -> bool:
     return ".mlp.experts." in name
 
 
-def quantized_names(config: ModelConfig, select: Callable[[str], bool] | None = None) -> dict[str, tuple[int, int]]:
+def quantized_names(config: Config, select: Callable[[str], bool] | None = None) -> dict[str, tuple[int, int]]:
     """Names and shapes of the weights that are stored in INT4.
 
     These are the gate, up and down projections of dense MLPs, routed and shared experts. ``select``
@@ -163,7 +163,7 @@ def quantized_names(config: ModelConfig, select: Callable[[str], bool] | None = 
 
 def quantize_weights(
     weights: Mapping[str, np.ndarray],
-    config: ModelConfig,
+    config: Config,
     rule: str = "minmax",
     select: Callable[[str], bool] | None = None,
 ) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:

@@ -152,7 +152,7 @@ number = 3
 starts = np.cumsum([0] + [r.accepted + 1 for r in runs["ddtree"].rounds])
 text = np.array(engine.tokenizer.encode(prompt).ids + plain.tokens[: starts[number]], np.int32)
 
-log_probs, token_ids = PromptLookup().propose(text)
+log_probs, token_ids, _ = PromptLookup().propose(text)
 tree = tree_build(int(text[-1]), log_probs, token_ids, node_budget=16)
 choices = np.array(plain.tokens)[starts[number] + tree.depths]
 path, bonus = tree_accept(tree.tokens, tree.parents, choices)
@@ -228,8 +228,8 @@ print("all checks hold")
 #
 # 1. Set `node_budget` to 4 and to 64. What happens to τ, and why does it level off?
 # 2. Give the engine a prompt that repeats itself, such as a list of similar lines. How large can τ become?
-# 3. Write a drafter: a class with `propose(tokens)`, which returns log-probabilities and token ids of the next
-#    positions. Let it always guess the ten most frequent tokens. Pass it as `drafter=` and check that the text stays.
+# 3. Write a drafter: a subclass of `Drafter` with `propose(tokens)`, which returns a `Proposal`: log-probabilities
+#    and token ids of the next positions. Let it always guess the ten most frequent tokens. Pass it as `drafter=` and check that the text stays.
 #
 # ## Where next
 #

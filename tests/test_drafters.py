@@ -16,7 +16,7 @@ VOCAB = 50
 
 def assert_valid(proposal: Proposal, length: int, width: int, vocab_size: int) -> None:
     """What :class:`Drafter` promises, and what ``tree_build`` asks for."""
-    log_probs, token_ids = proposal
+    log_probs, token_ids, _ = proposal
     assert (log_probs.dtype, token_ids.dtype) == (np.float32, np.int32)
     assert log_probs.shape == token_ids.shape == (length, width)
     assert (log_probs <= 0).all()
@@ -53,7 +53,7 @@ def candidates(proposal: Proposal) -> list[list[tuple[int, float]]]:
     """The entries above −inf, which come first in each row."""
     return [
         [(int(token), float(score)) for token, score in zip(tokens, scores, strict=True) if score > -np.inf]
-        for scores, tokens in zip(*proposal, strict=True)
+        for scores, tokens in zip(*proposal[:2], strict=True)
     ]
 
 
@@ -80,13 +80,13 @@ def test_prompt_lookup_is_its_description(text, alphabet, length, width, longest
 
 @pytest.mark.parametrize("text", [[7], [1, 2, 3, 4], [5, 5, 5, 9]], ids=["one token", "nothing repeats", "new token"])
 def test_prompt_lookup_without_an_earlier_occurrence_proposes_nothing(text: list[int]) -> None:
-    log_probs, _ = PromptLookup().propose(np.array(text, np.int32))
+    log_probs, _, _ = PromptLookup().propose(np.array(text, np.int32))
     assert (log_probs == -np.inf).all()
-    assert tree_build(text[-1], *PromptLookup().propose(np.array(text, np.int32)), 16).num_nodes == 1
+    assert tree_build(text[-1], *PromptLookup().propose(np.array(text, np.int32))[:2], 16).num_nodes == 1
 
 
 def test_prompt_lookup_continues_a_loop() -> None:
-    log_probs, token_ids = PromptLookup(length=4, width=3).propose(np.array([1, 2, 3, 1, 2, 3, 1, 2, 3, 1], np.int32))
+    log_probs, token_ids, _ = PromptLookup(length=4, width=3).propose(np.array([1, 2, 3, 1, 2, 3, 1, 2, 3, 1], np.int32))
     assert token_ids[:, 0].tolist() == [2, 3, 1, 2]
     assert (log_probs[:, 0] > math.log(0.8)).all()
     assert (log_probs[:, 1:] == -np.inf).all()
@@ -94,7 +94,7 @@ def test_prompt_lookup_continues_a_loop() -> None:
 
 def test_prompt_lookup_believes_the_longer_context() -> None:
     text = [8, 1, 5, 0, 9, 1, 6, 0, 7, 1, 6, 0, 8, 1]  # 1 was followed by 5 once, by 6 twice; [8, 1] by 5
-    log_probs, token_ids = PromptLookup(length=1, width=2).propose(np.array(text, np.int32))
+    log_probs, token_ids, _ = PromptLookup(length=1, width=2).propose(np.array(text, np.int32))
     assert token_ids[0].tolist() == [5, 6]  # [0, 8, 1] does not occur before: 2² votes against 2 · 2¹
     np.testing.assert_allclose(np.exp(log_probs[0]), [4 / 12, 4 / 12], rtol=1e-6)
 
@@ -107,7 +107,7 @@ def test_few_votes_give_little_confidence() -> None:
 
 
 def test_a_very_long_match_does_not_overflow() -> None:
-    log_probs, _ = PromptLookup(longest_match=512).propose(np.full(3000, 7, np.int32))
+    log_probs, _, _ = PromptLookup(longest_match=512).propose(np.full(3000, 7, np.int32))
     np.testing.assert_allclose(log_probs[:, 0], 0, atol=1e-6)
 
 
@@ -154,7 +154,7 @@ def test_oracle_proposals_are_valid(hit_rate: float, width: int) -> None:
 
 def test_what_an_oracle_does_at_a_position_depends_on_seed_and_position_alone() -> None:
     oracle = Oracle(ANSWER, VOCAB, length=6, seed=3)
-    _, ahead = oracle.propose(ANSWER[:40])
+    _, ahead, _ = oracle.propose(ANSWER[:40])
     for depth in range(6):
         np.testing.assert_array_equal(oracle.propose(ANSWER[: 40 + depth])[1][0], ahead[depth])
     np.testing.assert_array_equal(oracle.propose(np.zeros(40, np.int32))[1], ahead)
@@ -163,7 +163,7 @@ def test_what_an_oracle_does_at_a_position_depends_on_seed_and_position_alone() 
 
 
 def test_an_oracle_that_is_always_right() -> None:
-    _, token_ids = Oracle(ANSWER, VOCAB, length=9, hit_rate=1).propose(ANSWER[:100])
+    _, token_ids, _ = Oracle(ANSWER, VOCAB, length=9, hit_rate=1).propose(ANSWER[:100])
     np.testing.assert_array_equal(token_ids[:, 0], ANSWER[100:109])
 
 

@@ -58,7 +58,7 @@ def assert_same_generation(actual: Generation, expected: Generation) -> None:
 # ---- drafters that are right, wrong or odd on purpose ----------------------------------------------------------------
 
 
-class Scripted:
+class Scripted(Drafter):
     """Marginals of any width, length and hit rate, −inf among them; the answer at random ranks."""
 
     def __init__(self, answer: np.ndarray, vocab_size: int, length: int, width: int, hit_rate: float, seed: int):
@@ -73,20 +73,20 @@ class Scripted:
                 token_ids[depth, random.integers(self.width)] = self.answer[position]
         log_probs = -random.exponential(1.0, shape)
         log_probs[random.random(shape) < 0.1] = -np.inf
-        return -np.sort(-log_probs.astype(np.float32), axis=1), token_ids.astype(np.int32)
+        return Proposal(-np.sort(-log_probs.astype(np.float32), axis=1), token_ids.astype(np.int32))
 
 
-class Fixed:
+class Fixed(Drafter):
     """The same marginals at every round."""
 
     def __init__(self, log_probs: np.ndarray, token_ids: np.ndarray) -> None:
-        self.marginals = np.asarray(log_probs, np.float32), np.asarray(token_ids)
+        self.marginals = Proposal(np.asarray(log_probs, np.float32), np.asarray(token_ids))
 
     def propose(self, tokens: np.ndarray) -> Proposal:
         return self.marginals
 
 
-class AlwaysWrong:
+class AlwaysWrong(Drafter):
     """A full chain and siblings that the target never takes."""
 
     def __init__(self, answer: np.ndarray, vocab_size: int) -> None:
@@ -94,7 +94,7 @@ class AlwaysWrong:
 
     def propose(self, tokens: np.ndarray) -> Proposal:
         right = np.append(self.answer, [0] * 8)[len(tokens) : len(tokens) + 5, None]
-        return np.full((5, 3), -1, np.float32), (right + [[1, 2, 3]]) % self.vocab_size
+        return Proposal(np.full((5, 3), -1, np.float32), (right + [[1, 2, 3]]) % self.vocab_size)
 
 
 def uniform(length: int, width: int, first: int = 0) -> Fixed:

@@ -7,6 +7,7 @@ same scale. The shipped tensors are then read back and scored on the held-out sa
 
 import json
 import shutil
+from dataclasses import asdict
 from pathlib import Path
 
 import evaluate
@@ -15,14 +16,15 @@ import numpy as np
 import quantize
 import torch
 from model import Transformer, load_named_tensors
-from recipe import Architecture
+from recipe import Architecture, DrafterArchitecture
 from safetensors.torch import load_file
 from sources import DOMAINS
 from tokenize_corpus import END_OF_TEXT, encode
 from tokenizers import Tokenizer
 
 from kdtree_nb.bundle import Bundle, write_bundle
-from kdtree_nb.config import ModelConfig
+from kdtree_nb.bundle.format import DRAFTER_SUFFIX, SUFFIX
+from kdtree_nb.config import DrafterConfig, ModelConfig
 from kdtree_nb.quantization import quantize as package_quantize
 
 BUNDLE = "kdt16m-int4.kdtr"
@@ -114,3 +116,22 @@ def print_table(record: dict) -> None:
                baselines["xz"], baselines["five_gram"], record["samples"]["int4"]["stride_256"]]  # fmt: skip
         a, b, c, d, e, f = (column[domain] for column in row)
         print(f"  {domain:14s}{a:8.4f}{b:8.4f}{c:10.4f}{d:8.3f}{e:8.3f}{f:8.4f}")
+
+
+def build_drafter(folder: Path, out: Path) -> None:
+    """Write the drafter's bundle beside its target's, and the record of its training."""
+    out.mkdir(parents=True, exist_ok=True)
+    a, target = DrafterArchitecture(), Architecture()
+    inner = ("mask_token_id", "target_layer_ids", "transition_rank", "num_candidates")
+    config = DrafterConfig.from_hf(
+        {
+            **{name: value for name, value in asdict(a).items() if name not in inner},
+            "vocab_size": target.vocab_size,
+            "max_position_embeddings": target.max_position_embeddings,
+            "dflash_config": {name: getattr(a, name) for name in inner},
+        }
+    )
+    tensors = {name: to_numpy(tensor) for name, tensor in load_file(folder / "drafter.safetensors").items()}
+    bundle = write_bundle(out / BUNDLE.replace(SUFFIX, DRAFTER_SUFFIX), config, tensors)
+    shutil.copy(folder / "drafter.json", out / "drafter.json")
+    print(f"  {bundle.name}: {bundle.stat().st_size:,d} bytes")

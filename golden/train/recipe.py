@@ -62,3 +62,57 @@ class Recipe:
 
 
 DRAFTER_TAPS = (1, 3, 5, 7)  # layers whose output the drafter reads
+
+
+@dataclass(frozen=True)
+class DrafterArchitecture:
+    """A DFlash drafter (arXiv 2602.06036) with a transition head. Names as in z-lab's drafter checkpoints."""
+
+    hidden_size: int = 256
+    intermediate_size: int = 1024
+    num_hidden_layers: int = 3
+    num_attention_heads: int = 8
+    num_key_value_heads: int = 8
+    head_dim: int = 32
+    rope_theta: float = 10000.0
+    rms_norm_eps: float = 1e-6
+    block_size: int = 8  # the last committed token, and the seven after it
+    mask_token_id: int = 0  # <|endoftext|>: no text goes on after it, so a block has no other use for it
+    target_layer_ids: tuple[int, ...] = DRAFTER_TAPS
+    sliding_window: int = 256  # committed tokens that a block sees
+    transition_rank: int = 64
+    num_candidates: int = 32  # of each position; the transition head knows no others
+
+
+@dataclass(frozen=True)
+class DrafterRecipe:
+    """How the drafter is trained: on text that the shipped target writes after prompts from its training corpus."""
+
+    texts: int = 327_680
+    text_length: int = 256
+    prompt_lengths: tuple[int, ...] = (32, 64, 96, 160)  # of real text, in equal parts; the target writes the rest
+    sampled_share: float = 0.5  # of the texts, at this temperature; the others are greedy
+    sampling_temperature: float = 0.7
+    generation_batch: int = 16_384
+    seconds: float = 300.0  # of training; the cosine runs over time
+    batch_size: int = 96  # texts
+    anchors: int = 48  # blocks drafted in each text, within its first 160 new tokens
+    learning_rate: float = 2e-3
+    warmup_steps: int = 200
+    betas: tuple[float, float] = (0.9, 0.95)
+    weight_decay: float = 0.05
+    gradient_clip: float = 1.0
+    decay: float = 4.0  # γ: position k of a block weighs exp(−(k − 1) / γ)
+    transition_from: float = 0.4  # share of the time after which the transition heads are trained
+    rounded_from: float = 0.8  # as of the target
+    seed: int = 61
+    # Prompts come from each domain in equal parts, and within it mostly from the source that prompts are held out of.
+    source_shares: dict[str, float] = field(
+        default_factory=lambda: {
+            "cpython": 0.16, "cpython-tests": 0.04,
+            "python-doc": 0.14, "sqlalchemy-doc": 0.01, "more-doc": 0.02, "systems-doc": 0.02, "pandas-doc": 0.01,
+            "shakespeare": 0.18, "milton": 0.02,
+            "sympy": 0.17, "sympy-tests": 0.03,
+            "kjv": 0.2,
+        }
+    )  # fmt: skip

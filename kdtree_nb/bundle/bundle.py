@@ -31,7 +31,7 @@ class Bundle(Mapping[str, np.ndarray]):
 
     Attributes
     ----------
-    config : ModelConfig
+    config : ModelConfig or DrafterConfig
     tokenizer : str or None
         Name of a file beside the bundle.
     path : Path

@@ -11,10 +11,10 @@ from typing import NamedTuple
 import numpy as np
 from ml_dtypes import bfloat16
 
-from kdtree_nb.config import ModelConfig
+from kdtree_nb.config import Config
 from kdtree_nb.quantization import CODES_PER_WORD, GROUP_SIZE, quantized_names
 
-SUFFIX, INDEX_SUFFIX = ".kdtr", ".kdtr.index.json"
+SUFFIX, INDEX_SUFFIX, DRAFTER_SUFFIX = ".kdtr", ".kdtr.index.json", ".drafter.kdtr"
 FORMAT, VERSION = "kdtr", "1"
 FLOATS = ("F32", "BF16", "F16")
 SHARD = re.compile(r"-\d{5}-of-\d{5}\.kdtr$")
@@ -72,13 +72,13 @@ def metadata_checksum(metadata: Mapping[str, str]) -> str:
     return checksum(json.dumps([metadata.get("config"), metadata.get("tokenizer")]).encode())
 
 
-def check_layout(path: Path, config: ModelConfig, entries: Mapping[str, Entry]) -> None:
+def check_layout(path: Path, config: Config, entries: Mapping[str, Entry]) -> None:
     """Every weight of the config once, float or packed, in its shape; and nothing else."""
-    sparse_layers = max(0, config.num_hidden_layers - config.first_k_dense_replace)
-    at_least = 5 * config.num_hidden_layers + 3 * config.n_routed_experts * sparse_layers
-    if at_least > len(entries):  # before the names are listed: a config can ask for billions
+    if config.fewest_tensors > len(entries):
         raise fault(
-            path, f"holds {len(entries)} tensors, expected {at_least} weights and more; a shard opens by its index"
+            path,
+            f"holds {len(entries)} tensors, expected {config.fewest_tensors} weights and more; "
+            f"a shard opens by its index",
         )
 
     def expect(name: str, dtypes: Sequence[str], shape: tuple[int, ...]) -> None:

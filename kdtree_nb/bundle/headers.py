@@ -10,6 +10,7 @@ from typing import Any, TypeGuard
 from safetensors import SafetensorError, safe_open
 
 from kdtree_nb.bundle.format import (
+    DRAFTER_SUFFIX,
     DTYPES,
     FORMAT,
     INDEX_SUFFIX,
@@ -23,7 +24,7 @@ from kdtree_nb.bundle.format import (
     fault,
     metadata_checksum,
 )
-from kdtree_nb.config import ModelConfig
+from kdtree_nb.config import Config, config_from_hf
 
 CONFIG_LIMIT, HEADER_LIMIT = 2**20, 2**26  # characters of JSON to parse; Kimi K2 in one file has 36 million
 CHECKSUM_LIMIT = 256  # characters a tensor
@@ -35,7 +36,7 @@ class Shard:
 
     path: Path
     handle: Any
-    config: ModelConfig
+    config: Config
     tokenizer: str | None
     checksums: Mapping[str, object]
     entries: Mapping[str, Entry]
@@ -48,7 +49,8 @@ def find(path: Path) -> Path:
         return index if path.suffix == SUFFIX and not path.exists() and index.exists() else path
     indexes = sorted(path.glob(f"*{INDEX_SUFFIX}"))
     hidden_by_index = {index.name.removesuffix(".index.json") for index in indexes}
-    files = [file for file in sorted(path.glob(f"*{SUFFIX}")) if not SHARD.search(file.name)]
+    alone = (file for file in sorted(path.glob(f"*{SUFFIX}")) if not file.name.endswith(DRAFTER_SUFFIX))
+    files = [file for file in alone if not SHARD.search(file.name)]
     found = indexes + [file for file in files if file.name not in hidden_by_index]
     if len(found) != 1:
         names = ", ".join(file.name for file in found) or "none"
@@ -140,7 +142,7 @@ def open_shard(path: Path) -> Shard:
         raise fault(path, f"metadata config and tokenizer: not as written, whose checksum is {checksums[METADATA]!r}")
     hf = parse_object(path, "metadata config", metadata.get("config", ""), CONFIG_LIMIT)
     try:
-        config = ModelConfig.from_hf(hf)
+        config = config_from_hf(hf)
     except ValueError as error:
         raise fault(path, f"metadata {error}") from error
     return Shard(path, handle, config, tokenizer, checksums, entries)

@@ -28,12 +28,12 @@ from kdtree_nb.bundle.format import (
     fault,
     metadata_checksum,
 )
-from kdtree_nb.config import ModelConfig
+from kdtree_nb.config import Config
 
 
 def write_bundle(
     path: str | os.PathLike[str],
-    config: ModelConfig,
+    config: Config,
     tensors: Mapping[str, np.ndarray],
     *,
     tokenizer: str | None = None,
@@ -93,9 +93,7 @@ def write_bundle(
     return finals[-1]
 
 
-def _plan_shards(
-    path: Path, config: ModelConfig, entries: Mapping[str, Entry], limit: int | None
-) -> dict[Path, list[str]]:
+def _plan_shards(path: Path, config: Config, entries: Mapping[str, Entry], limit: int | None) -> dict[Path, list[str]]:
     """Stored names file by file, in the order of the forward pass; a weight's two tensors stay together."""
     groups: list[list[str]] = [[]]
     room = remaining = math.inf if limit is None else limit
@@ -116,7 +114,7 @@ def _plan_shards(
 
 def _write_file(
     target: Path,
-    config: ModelConfig,
+    config: Config,
     tokenizer: str | None,
     entries: Mapping[str, Entry],
     tensors: Mapping[str, np.ndarray],

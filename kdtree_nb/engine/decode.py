@@ -93,7 +93,8 @@ def decode(
     generation, device = Generation(), model.device
     limit = min(max_new_tokens, capacity - len(prompt))
     cache = LatentCache(model.config, len(prompt) + limit + node_budget, device)
-    prefill(model, cache, prompt[:-1])
+    drafter = Drafter() if decoder == "ar" else drafter.start(cache)  # the first neither proposes nor observes
+    prefill(model, cache, drafter, prompt[:-1])
     device.host(cache.length)  # waits for a GPU
     generation.prefill_seconds = time.perf_counter() - started
 
@@ -103,9 +104,11 @@ def decode(
         depth_limit = limit - len(generation.tokens) - 1
         proposal = draft(decoder, drafter, committed, node_budget, depth_limit, model.config.vocab_size)
         tree = build(model, committed[-1], proposal, node_budget)
-        logits = model.forward(tree.tokens, tree.parents, tree.depths, cache).logits
+        logits, features = model.forward(tree.tokens, tree.parents, tree.depths, cache, drafter.taps)
         targets = choose_tokens(logits, cache.length, tree.depths, temperature, seed, top_k, top_p)
-        accepted = tree_accept(tree.tokens, tree.parents, targets, 1 + (len(proposal[0]) if proposal else 0))
+        accepted = tree_accept(tree.tokens, tree.parents, targets, 1 + (len(proposal.token_ids) if proposal else 0))
+        if drafter.taps:
+            drafter.observe(features[:, device.xp.maximum(accepted.path, 0)])
         cache.commit(accepted.path, accepted.length)
 
         new_tokens = device.host(accepted.tokens).tolist()[: int(device.host(accepted.length)[0])]
@@ -131,50 +134,63 @@ def decode(
     return generation
 
 
-def prefill(model: Model, cache: LatentCache, tokens: np.ndarray) -> None:
+def prefill(model: Model, cache: LatentCache, drafter: Drafter, tokens: np.ndarray) -> None:
     """Commit a prompt's latents, a chunk of rows at a time; no logits are computed."""
     for start in range(0, len(tokens), PREFILL_ROWS):
         chunk = tokens[start : start + PREFILL_ROWS]
         rows = np.arange(len(chunk), dtype=np.int32)
         put = model.device.put
-        model.forward(put(chunk), put(rows - 1), put(rows), cache, logits_of=slice(0))
+        _, features = model.forward(put(chunk), put(rows - 1), put(rows), cache, drafter.taps, logits_of=slice(0))
+        if drafter.taps:
+            drafter.observe(features)
         cache.commit(put(rows), put(np.array([len(chunk)], np.int32)))
 
 
 def draft(
     decoder: str, drafter: Drafter, committed: list[int], node_budget: int, depth_limit: int, vocab_size: int
 ) -> Proposal | None:
-    """This round's marginals, a single candidate each for a chain; None where nothing is to be drafted.
+    """This round's candidates, of which a chain takes the best only; None where nothing is to be drafted.
 
     Raises
     ------
     ValueError
-        If the drafter proposes what are no marginals, or no tokens of the target.
+        If the drafter proposes what are no log-probabilities, or no tokens of the target; on a GPU nobody looks.
     """
     if decoder == "ar" or node_budget == 0 or depth_limit == 0:
         return None
-    log_probs, token_ids = drafter.propose(np.array(committed, np.int32))
-    log_probs, token_ids = np.asarray(log_probs, np.float32), np.asarray(token_ids)
-    check_marginals(log_probs, token_ids, node_budget)
-    kept = slice(depth_limit), slice(1 if decoder == "chain" else None)
-    log_probs, token_ids = log_probs[kept], token_ids[kept]
-    proposed = token_ids[log_probs > -np.inf]
+    log_probs, token_ids, children = Proposal(*drafter.propose(np.array(committed, np.int32)))
+    if not hasattr(log_probs, "__cuda_array_interface__"):
+        log_probs, token_ids = np.asarray(log_probs, np.float32), np.asarray(token_ids)
+        check_marginals(log_probs, token_ids, node_budget, children)
+        token_ids = _checked(token_ids, log_probs, vocab_size)
+    if decoder == "chain":
+        log_probs = log_probs.copy()
+        log_probs[..., 1:] = -np.inf
+    kept = slice(depth_limit)
+    return Proposal(log_probs[kept], token_ids[kept], None if children is None else children[kept])
+
+
+def _checked(token_ids: np.ndarray, log_probs: np.ndarray, vocab_size: int) -> np.ndarray:
+    """Token ids int32 [L, K] of the target, 0 where there is no candidate."""
+    possible = log_probs > -np.inf if log_probs.ndim == 2 else np.ones(token_ids.shape, bool)
+    proposed = token_ids[possible]
     if proposed.size and not 0 <= proposed.min() <= proposed.max() < vocab_size:
         raise ValueError(
             f"decode: the drafter proposed token ids {proposed.min()}..{proposed.max()}, "
             f"expected 0 to {vocab_size - 1}, the target's vocabulary"
         )
-    return log_probs, np.where(log_probs > -np.inf, token_ids, 0).astype(np.int32)
+    return np.where(possible, token_ids, 0).astype(np.int32)
 
 
 def build(model: Model, root: int, proposal: Proposal | None, node_budget: int) -> DraftTree:
     """The tree to verify. On a GPU it has node_budget + 1 rows, padding included: the host does not know how many."""
-    put = model.device.put
+    put, xp = model.device.put, model.device.xp
     root_token = put(np.array([root], np.int32))
     if proposal is None:
         return DraftTree(root_token, put(np.array([-1], np.int32)), put(np.array([0], np.int32)), 1)
-    log_probs, token_ids = (put(np.ascontiguousarray(marginals)) for marginals in proposal)
-    tree = tree_build(root_token, log_probs, token_ids, node_budget)
+    children = None if proposal.children is None else xp.asarray(proposal.children)
+    log_probs, token_ids = xp.asarray(proposal.log_probs), xp.asarray(proposal.token_ids)
+    tree = tree_build(root_token, log_probs, token_ids, node_budget, children)
     if isinstance(tree.num_nodes, int):
         nodes = slice(tree.num_nodes)
         return DraftTree(tree.tokens[nodes], tree.parents[nodes], tree.depths[nodes], tree.num_nodes)

@@ -1,22 +1,57 @@
 """Drafters: anything that proposes, for each of the next positions, its most probable tokens."""
 
-from typing import Protocol
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-Proposal = tuple[np.ndarray, np.ndarray]
-"""``log_probs`` float32 [L, K], at most 0 and descending, and their ``token_ids`` int32 [L, K]."""
+from kdtree_nb.kernels.launch import Array
+
+if TYPE_CHECKING:
+    from kdtree_nb.engine.cache import LatentCache
 
 
-class Drafter(Protocol):
-    """Proposes marginals for the tokens that may follow."""
+class Proposal(NamedTuple):
+    """What a tree is built of: see :func:`kdtree_nb.reference.tree.tree_build`.
+
+    log_probs : float32 [L, K], or with children [L, K, K]
+        At most 0 and descending.
+    token_ids : int32 [L, K]
+    children : int32 [L, K, K] or None
+        Where the candidates of a depth are ranked anew for each parent.
+    """
+
+    log_probs: Array
+    token_ids: Array
+    children: Array | None = None
+
+
+class Drafter:
+    """Proposes tokens that may follow. A subclass has to bring :meth:`propose`.
+
+    Attributes
+    ----------
+    taps : tuple of int
+        The target's layers whose outputs :meth:`observe` is to be given; none by default.
+    """
+
+    taps: tuple[int, ...] = ()
+
+    def start(self, cache: "LatentCache") -> "Drafter":
+        """The drafter of one text, whose tokens the target commits to ``cache``; by default this one."""
+        return self
+
+    def observe(self, features: Array) -> None:
+        """Take the tapped layers' outputs, float32 [taps, tokens, hidden], for the tokens that are committed next.
+
+        On a GPU there may be rows after the last of those tokens, which the next call overwrites.
+        """
 
     def propose(self, tokens: np.ndarray) -> Proposal:
-        """Marginals for the next L positions after the committed ``tokens`` int32 [n], n ≥ 1, prompt included."""
-        ...
+        """Candidates for the next L positions after the committed ``tokens`` int32 [n], n ≥ 1, prompt included."""
+        raise NotImplementedError
 
 
-class PromptLookup:
+class PromptLookup(Drafter):
     """Drafts what followed the last token before, wherever it occurred in this text.
 
     Each earlier occurrence votes for its own continuation, with a weight that doubles with every further
@@ -59,10 +94,10 @@ class PromptLookup:
             best = np.argsort(-counts, kind="stable")[: self.width]
             log_probs[depth - 1, : len(best)] = np.log(counts[best] / (counts.sum() + 4))
             token_ids[depth - 1, : len(best)] = seen[best]
-        return log_probs, token_ids
+        return Proposal(log_probs, token_ids)
 
 
-class Oracle:
+class Oracle(Drafter):
     """For tests: knows the answer, and is wrong on purpose.
 
     The right token of each position is at rank 0 with probability ``hit_rate``, else at a random lower rank
@@ -99,4 +134,5 @@ class Oracle:
             if rank < self.width:
                 token_ids[depth, rank] = right
         spread = np.log(np.array([self.hit_rate or 0.5, *[0.2 / self.width] * (self.width - 1)], np.float32))
-        return np.sort(np.broadcast_to(np.minimum(spread, 0), token_ids.shape), axis=1)[:, ::-1], token_ids
+        log_probs = np.sort(np.broadcast_to(np.minimum(spread, 0), token_ids.shape), axis=1)[:, ::-1]
+        return Proposal(log_probs, token_ids)

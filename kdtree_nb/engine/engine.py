@@ -8,8 +8,11 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from kdtree_nb.bundle import Bundle
+from kdtree_nb.bundle.format import DRAFTER_SUFFIX
+from kdtree_nb.config import ModelConfig
 from kdtree_nb.engine.decode import DECODERS, Generation, decode
 from kdtree_nb.engine.device import Device
+from kdtree_nb.engine.dflash import DFlash
 from kdtree_nb.engine.drafter import Drafter, PromptLookup
 from kdtree_nb.engine.model import Model
 from kdtree_nb.engine.weights import Weights
@@ -27,19 +30,34 @@ LOWEST_TEMPERATURE = 1e-6
 
 
 class Engine:
-    """A loaded bundle. Use :meth:`load`."""
+    """A loaded bundle and its drafter. Use :meth:`load`.
 
-    def __init__(self, bundle: Bundle, capacity: int, device: Device) -> None:
+    Attributes
+    ----------
+    drafter : Drafter
+        What :meth:`generate` drafts with by default: the trained one, or prompt look-up where there is none.
+    """
+
+    def __init__(self, bundle: Bundle, drafter: Bundle | None, capacity: int, device: Device) -> None:
+        if not isinstance(bundle.config, ModelConfig):
+            raise ValueError(f"{bundle.path} holds a drafter, expected the model that it drafts for")
         self.bundle = bundle
         self.config = bundle.config
         self.capacity = capacity
         self.device = device
         self.model = Model(bundle.config, Weights(bundle, device), device, capacity)
+        self.drafter = PromptLookup() if drafter is None else DFlash(drafter, self.model, device, capacity)
         self._tokenizer: Tokenizer | None = None
 
     @classmethod
-    def load(cls, path: str | Path, device: str = "auto", capacity: int | None = None) -> "Engine":
-        """Open a KDTR bundle.
+    def load(
+        cls,
+        path: str | Path,
+        device: str = "auto",
+        capacity: int | None = None,
+        drafter: str | Path | None = None,
+    ) -> "Engine":
+        """Open a KDTR bundle, and its drafter.
 
         Parameters
         ----------
@@ -50,6 +68,8 @@ class Engine:
             ``auto`` is ``cuda`` where there is a GPU, else ``cpu``.
         capacity : int, optional
             Longest sequence, prompt included; by default the model's ``max_position_embeddings``, at most 262,144.
+        drafter : path, optional
+            The bundle of a trained drafter; by default ``NAME.drafter.kdtr`` beside ``NAME.kdtr``, where there is one.
 
         Raises
         ------
@@ -62,7 +82,10 @@ class Engine:
         capacity = min(longest, LONGEST_BY_DEFAULT) if capacity is None else capacity
         if not (isinstance(capacity, int | np.integer) and 2 <= capacity <= longest):
             raise ValueError(f"Engine.load: capacity={capacity}, expected 2 to max_position_embeddings={longest}")
-        return cls(bundle, capacity, chosen)
+        if drafter is None:
+            beside = bundle.path.with_name(bundle.path.name.split(".kdtr")[0] + DRAFTER_SUFFIX)
+            drafter = beside if beside.exists() else None
+        return cls(bundle, None if drafter is None else Bundle.open(drafter), capacity, chosen)
 
     @property
     def tokenizer(self) -> "Tokenizer | None":
@@ -112,7 +135,7 @@ class Engine:
         top_p : float
             Of these, sample from the fewest that have this share of their probability; 1 from all.
         drafter : Drafter, optional
-            Prompt look-up by default.
+            By default :attr:`drafter`.
         on_token : callable, optional
             Called with each token as its round commits it.
         keep_logits : bool
@@ -141,7 +164,7 @@ class Engine:
                 token_ids,
                 self.capacity,
                 decoder,
-                PromptLookup() if drafter is None else drafter,
+                self.drafter if drafter is None else drafter,
                 node_budget,
                 max_new_tokens,
                 temperature,

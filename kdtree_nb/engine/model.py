@@ -71,10 +71,14 @@ class Model:
             if layer in taps:
                 features.append(hidden)
         final = rms_norm(hidden[logits_of], self.weights.vector("model.norm"), self.config.rms_norm_eps)
-        head = "model.embed_tokens" if self.config.tie_word_embeddings else "lm_head"
-        logits = self.weights.linear(final, head)
         shape = (len(features), *hidden.shape)
-        return ForwardPass(logits, self.device.xp.stack(features) if features else hidden[:0].reshape(shape))
+        return ForwardPass(
+            self.logits(final), self.device.xp.stack(features) if features else hidden[:0].reshape(shape)
+        )
+
+    def logits(self, final: Array) -> Array:
+        """What the head gives for normed rows float32 [rows, hidden]: float32 [rows, vocab]."""
+        return self.weights.linear(final, "model.embed_tokens" if self.config.tie_word_embeddings else "lm_head")
 
     def _norm(self, hidden: Array, layer: int, which: str) -> Array:
         weight = self.weights.vector(f"model.layers.{layer}.{which}_layernorm")

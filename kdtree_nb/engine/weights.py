@@ -81,7 +81,7 @@ class Weights:
     def embed(self, token_ids: Array) -> Array:
         """Rows of the embedding, float32 [tokens, hidden]; a tied head and the embedding share one table."""
         name = "model.embed_tokens"
-        if self._device.name == "cpu" and self._bundle.config.tie_word_embeddings:
+        if self._device.name == "cpu" and "lm_head" not in self._bundle:
             return self._tiled((name,)).values[token_ids // COLUMNS, :, token_ids % COLUMNS]
         (table,) = self._on_device((name,), "")
         return self._device.float32(table[token_ids])

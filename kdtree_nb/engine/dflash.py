@@ -1,0 +1,131 @@
+"""The trained drafter: DFlash's block over a cache of keys and values, and the head that conditions its tree."""
+
+import numpy as np
+
+from kdtree_nb.bundle import Bundle
+from kdtree_nb.config import DrafterConfig
+from kdtree_nb.engine.cache import LatentCache
+from kdtree_nb.engine.device import Device
+from kdtree_nb.engine.drafter import Drafter, Proposal
+from kdtree_nb.engine.model import Model
+from kdtree_nb.engine.weights import Weights
+from kdtree_nb.kernels.block_attention import block_attention
+from kdtree_nb.kernels.launch import Array
+from kdtree_nb.kernels.rms_norm import rms_norm
+from kdtree_nb.kernels.rope import rope
+from kdtree_nb.kernels.swiglu import swiglu
+from kdtree_nb.kernels.top_k import top_k
+from kdtree_nb.kernels.transition import condition
+from kdtree_nb.reference.rope import Rope, rope_table
+
+
+class DFlash(Drafter):
+    """A drafter's weights beside its target's; :meth:`start` begins a text.
+
+    Raises
+    ------
+    ValueError
+        If the bundle holds no drafter, or one for another target.
+    """
+
+    def __init__(self, bundle: Bundle, target: Model, device: Device, capacity: int) -> None:
+        config, of = bundle.config, target.config
+        if not isinstance(config, DrafterConfig):
+            raise ValueError(f"{bundle.path} holds a model, expected a drafter")
+        for name, found, expected in (
+            ("vocab_size", config.vocab_size, of.vocab_size),
+            ("hidden_size", config.hidden_size, of.hidden_size),
+        ):
+            if found != expected:
+                raise ValueError(f"{bundle.path}: the drafter has {name}={found}, its target {expected}")
+        if config.target_layer_ids[-1] >= of.num_hidden_layers:
+            raise ValueError(
+                f"{bundle.path}: the drafter reads layers {list(config.target_layer_ids)}, "
+                f"its target has {of.num_hidden_layers}"
+            )
+        self.config = config
+        self.taps = config.target_layer_ids
+        self.weights = Weights(bundle, device)
+        self.target = target
+        self.device = device
+        frequencies = config.rope_theta ** (-np.arange(0, config.head_dim, 2) / config.head_dim)
+        table = rope_table(Rope(frequencies, 1.0), np.arange(capacity + config.block_size))
+        self.rope_table = device.put(table[0]), device.put(table[1])
+
+    def start(self, cache: LatentCache) -> "Drafter":
+        """A drafter of one text, whose committed tokens the target keeps in ``cache``."""
+        return _Text(self, cache)
+
+
+class _Text(Drafter):
+    """Keys and values of the committed tokens in rows 0 … length − 1; behind them those of the block."""
+
+    def __init__(self, drafter: DFlash, cache: LatentCache) -> None:
+        self._of, self._config, self._device = drafter, drafter.config, drafter.device
+        self.taps = drafter.taps
+        self._length = cache.length  # the target's own count, which moves when it commits
+        xp, config = self._device.xp, self._config
+        rows = cache.rows.shape[1] + config.block_size
+        shape = (config.num_hidden_layers, rows, config.num_key_value_heads, config.head_dim)
+        self._keys, self._values = xp.zeros(shape, np.float32), xp.zeros(shape, np.float32)
+        self._block_rows = xp.arange(config.block_size, dtype=np.int32)
+
+    def observe(self, features: Array) -> None:
+        """Write keys and values of tokens that are about to be committed; features [taps, tokens, hidden]."""
+        config, weights = self._config, self._of.weights
+        side_by_side = features.swapaxes(0, 1).reshape(features.shape[1], -1)
+        context = rms_norm(weights.linear(side_by_side, "fc"), weights.vector("hidden_norm"), config.rms_norm_eps)
+        rows = self._device.xp.arange(len(context), dtype=np.int32)
+        for layer in range(config.num_hidden_layers):
+            self._write(layer, weights.linear(context, *self._names(layer, "k", "v")), rows)
+
+    def propose(self, tokens: np.ndarray) -> Proposal:
+        """As :meth:`Drafter.propose`: block_size − 1 tokens, each ranked anew for every token before it."""
+        config, of = self._config, self._of
+        weights, eps = of.weights, config.rms_norm_eps
+        block = np.full(config.block_size, config.mask_token_id, np.int32)
+        block[0] = tokens[-1]
+        x = of.target.weights.embed(self._device.put(block))
+        for layer in range(config.num_hidden_layers):
+            at = f"layers.{layer}"
+            normed = rms_norm(x, weights.vector(f"{at}.input_layernorm"), eps)
+            projected = weights.linear(normed, *self._names(layer, "q", "k", "v"))
+            width = config.num_attention_heads * config.head_dim
+            self._write(layer, projected[:, width:], self._block_rows)
+            queries = self._heads(projected[:, :width], f"{at}.self_attn.q_norm", self._block_rows)
+            mixed = block_attention(
+                queries, self._keys[layer], self._values[layer], self._length, config.sliding_window
+            )
+            x = x + weights.linear(mixed.reshape(len(x), -1), f"{at}.self_attn.o_proj")
+            normed = rms_norm(x, weights.vector(f"{at}.post_attention_layernorm"), eps)
+            gate_up = weights.linear(normed, f"{at}.mlp.gate_proj", f"{at}.mlp.up_proj")
+            x = x + weights.linear(swiglu(gate_up), f"{at}.mlp.down_proj")
+        rows = rms_norm(x[1:], weights.vector("norm"), eps)
+        log_probs, token_ids = top_k(of.target.logits(rows), config.num_candidates)
+        if not config.transition_rank:
+            return Proposal(log_probs, token_ids)
+        gates = weights.linear(rows, "transition.gate")
+        tables = weights.vector("transition.parent_table"), weights.vector("transition.child_table")
+        conditionals, children = condition(log_probs, token_ids, gates, *tables)
+        return Proposal(conditionals, token_ids, children)
+
+    def _write(self, layer: int, keys_values: Array, rows: Array) -> None:
+        """Cache the projections [tokens, keys | values] of tokens at positions length + rows."""
+        width = self._config.num_key_value_heads * self._config.head_dim
+        keys = self._heads(keys_values[:, :width], f"layers.{layer}.self_attn.k_norm", rows)
+        at = self._length + rows
+        self._keys[layer][at] = keys
+        self._values[layer][at] = keys_values[:, width:].reshape(keys.shape)
+
+    def _heads(self, x: Array, norm: str, rows: Array) -> Array:
+        """Normalise and rotate each head of x [tokens, heads · size]: [tokens, heads, size]."""
+        config = self._config
+        by_head = x.reshape(-1, config.head_dim)
+        normed = rms_norm(by_head, self._of.weights.vector(norm), config.rms_norm_eps)
+        halves = normed.reshape(len(x), -1, 2, config.head_dim // 2)
+        interleaved = self._device.xp.ascontiguousarray(halves.swapaxes(2, 3)).reshape(len(x), -1, config.head_dim)
+        return rope(interleaved, self._of.rope_table, self._length, rows)
+
+    @staticmethod
+    def _names(layer: int, *which: str) -> list[str]:
+        return [f"layers.{layer}.self_attn.{name}_proj" for name in which]

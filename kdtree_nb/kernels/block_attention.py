@@ -1,0 +1,58 @@
+"""Attention of a drafter's block over its cache."""
+
+import numpy as np
+
+from kdtree_nb.kernels.launch import Array, Kernel, array_module, runs_cuda
+from kdtree_nb.reference import drafter as reference
+
+MAX_SIZE = 256
+_block_attention = Kernel("block_attention.cu")
+
+
+def block_attention(queries: Array, keys: Array, values: Array, prefix_len: Array, window: int | None) -> Array:
+    """Attention in both directions: :func:`kdtree_nb.reference.drafter.block_attention`.
+
+    Parameters
+    ----------
+    queries : float32 [rows, heads, size]
+        Rows of the block.
+    keys, values : float32 [capacity, kv_heads, size]
+        The block's own in rows prefix_len + i.
+    prefix_len : int32 [1]
+        Cached rows before the block.
+    window : int or None
+        How many of those are seen, the last ones; None: all.
+
+    Returns
+    -------
+    float32 [rows, heads, size]
+
+    Raises
+    ------
+    ValueError, TypeError
+        If shapes or dtypes do not fit; the message names them.
+    """
+    if (
+        queries.ndim != 3
+        or keys.ndim != 3
+        or keys.shape != values.shape
+        or keys.shape[2] != queries.shape[2]
+        or queries.shape[1] % keys.shape[1]
+    ):
+        raise ValueError(
+            f"block_attention: queries {list(queries.shape)}, keys {list(keys.shape)}, "
+            f"values {list(values.shape)} do not fit"
+        )
+    rows, heads, size = queries.shape
+    if not runs_cuda(queries):
+        prefix = int(prefix_len[0])
+        first = 0 if window is None else max(0, prefix - window)
+        return reference.block_attention(queries, keys, values, first, prefix + rows)
+    if size > MAX_SIZE:
+        raise ValueError(f"block_attention: heads of {size} elements, expected at most {MAX_SIZE}")
+    output = array_module(queries).empty(queries.shape, np.float32)
+    sizes = [np.int32(n) for n in (keys.shape[1], size, len(keys) if window is None else window)]
+    if output.size:
+        arrays = (queries, keys, values, prefix_len, output)
+        _block_attention((rows, heads), (32,), (*arrays, *sizes, np.float32(size**-0.5)))
+    return output
