@@ -172,7 +172,7 @@ def cache_commit(cache: np.ndarray, prefix_len: int, path: np.ndarray) -> None:
 def check_marginals(
     log_probs: np.ndarray, token_ids: np.ndarray, node_budget: int, children: np.ndarray | None = None
 ) -> None:
-    """Raise a ValueError unless these are marginals, or with children conditionals, as :func:`tree_build` takes them."""
+    """Raise a ValueError unless these are marginals, or conditionals, as :func:`tree_build` takes them."""
     if node_budget < 0:
         raise ValueError(f"tree_build: node_budget={node_budget}, expected 0 or more")
     check_shapes(log_probs, token_ids, children)
