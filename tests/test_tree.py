@@ -84,7 +84,7 @@ def test_build_agrees_with_enumeration(values):
 
 
 def best_conditioned(log_probs: np.ndarray, children: np.ndarray, node_budget: int) -> list[tuple[Ranks, Ranks]]:
-    """As best_prefixes, each prefix's children taken from its last candidate's row: paths of ranks and of candidates."""
+    """As best_prefixes, children taken from the row of the last candidate: paths of ranks, and of candidates."""
     scored: list[tuple[float, Ranks, Ranks]] = []
     level: list[tuple[np.float32, Ranks, Ranks]] = [(np.float32(0), (), (0,))]
     for depth in range(len(log_probs)):
@@ -291,7 +291,7 @@ GOOD = [[[-1, -2], [np.nan, 9]], [[-1, -2], [-1, -np.inf]]]
 @pytest.mark.parametrize(
     ("log_probs", "token_ids", "children", "message"),
     [
-        (GOOD, [[3, 4]] * 2, [[0, 1]] * 2, r"log_probs \[2, 2, 2\], children \[2, 2\] and token_ids \[2, 2\], expected \["),
+        (GOOD, [[3, 4]] * 2, [[0, 1]] * 2, r"log_probs \[2, 2, 2\], children \[2, 2\] and token_ids \[2, 2\], ex"),
         (GOOD[0], [[3, 4]] * 2, [[[0, 1]] * 2] * 2, r"log_probs \[2, 2\], children \[2, 2, 2\] and token_ids \[2, 2\]"),
         (GOOD, [3, 4], [[[0, 1]] * 2] * 2, r"log_probs \[2, 2, 2\], children \[2, 2, 2\] and token_ids \[2\]"),
         (GOOD, [[3, 4]] * 2, [[[0, 1]] * 2, [[0, 1], [2, 0]]], r"children name candidates 0\.\.2, expected 0 to 1"),

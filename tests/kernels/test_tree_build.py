@@ -9,12 +9,12 @@ from kdtree_nb.reference.tree import DraftTree
 from kdtree_nb.reference.tree import tree_build as specification
 
 
-def run(device, log_probs, node_budget, token_ids=None, root: int = 17) -> DraftTree:
+def run(device, log_probs, node_budget, children=None, token_ids=None, root: int = 17) -> DraftTree:
     log_probs = np.asarray(log_probs, np.float32)
     if token_ids is None:
-        token_ids = ids_of(*log_probs.shape)
+        token_ids = ids_of(*log_probs.shape[:2])
     arrays = device.put([root], np.int32), device.put(log_probs), device.put(token_ids, np.int32)
-    tree = tree_build(*arrays, node_budget)
+    tree = tree_build(*arrays, node_budget, None if children is None else device.put(children, np.int32))
     columns = (device.host(column) for column in (tree.tokens, tree.parents, tree.depths))
     return DraftTree(*columns, num_nodes=int(device.host(tree.num_nodes)[0]))
 
@@ -26,15 +26,30 @@ def ids_of(length: int, width: int) -> np.ndarray:
     )
 
 
-def check(device, log_probs, node_budget) -> DraftTree:
+def check(device, log_probs, node_budget, children=None) -> DraftTree:
     log_probs = np.asarray(log_probs, np.float32)
-    tree = run(device, log_probs, node_budget)
+    tree = run(device, log_probs, node_budget, children)
+    possible = np.where(np.isnan(log_probs), np.float32(-np.inf), log_probs)  # the device takes NaN for that
     with np.errstate(over="ignore"):
-        expected = specification(17, log_probs, ids_of(*log_probs.shape), node_budget)
+        expected = specification(17, possible, ids_of(*log_probs.shape[:2]), node_budget, children)
+    assert_same_tree(tree, expected)
+    return tree
+
+
+def assert_same_tree(tree: DraftTree, expected: DraftTree) -> None:
     assert tree.num_nodes == expected.num_nodes
     for name in ("tokens", "parents", "depths"):
         assert_same_bits(getattr(tree, name), getattr(expected, name))
-    return tree
+
+
+def random_conditionals(rng: np.random.Generator, values: np.ndarray, length: int, width: int):
+    """Rows of some of the values, the candidates of each in any order; what must not be read is out of range."""
+    shape = length, width, width
+    log_probs = -np.sort(-rng.choice(values, shape).astype(np.float32), axis=2)
+    children = rng.permuted(np.broadcast_to(np.arange(width, dtype=np.int32), shape), axis=2)
+    log_probs[:1, 1:] = np.nan
+    children[log_probs == -np.inf] = children[:1, 1:] = 0x7F7F7F7F
+    return log_probs, children
 
 
 VALUES = {
@@ -51,6 +66,30 @@ def test_against_the_specification(device, values):
     for _ in range(300):
         log_probs = rng.choice(values, rng.integers(1, [7, 8]))
         check(device, -np.sort(-log_probs, axis=1), int(rng.integers(0, 81)))
+
+
+@pytest.mark.parametrize("values", VALUES.values(), ids=VALUES.keys())
+def test_children_against_the_specification(device, values):
+    rng = np.random.default_rng(2)
+    for _ in range(150):
+        log_probs, children = random_conditionals(rng, values, *rng.integers(1, [7, 8]))
+        check(device, log_probs, int(rng.integers(0, 81)), children)
+
+
+@pytest.mark.parametrize("node_budget", [31, 64, 256, MAX_BUDGET])
+@pytest.mark.parametrize("kind", ["spread", "flat"])
+def test_budgets_with_children(device, kind, node_budget):
+    width = min(node_budget, 256)
+    log_probs, children = random_conditionals(np.random.default_rng(node_budget), VALUES[kind], 8, width)
+    assert check(device, log_probs, node_budget, children).num_nodes == 1 + node_budget
+
+
+def test_marginals_are_conditionals_whose_rows_are_alike(device):
+    rng = np.random.default_rng(3)
+    for values in VALUES.values():
+        log_probs = -np.sort(-rng.choice(values, (4, 33)), axis=1)
+        children = np.tile(np.arange(33), (4, 33, 1))
+        assert_same_tree(run(device, log_probs[:, None].repeat(33, axis=1), 100, children), run(device, log_probs, 100))
 
 
 @pytest.mark.parametrize("node_budget", [31, 32, 33, 63, 64, 255, 256, 511, MAX_BUDGET])
@@ -87,25 +126,49 @@ def test_the_deepest_and_the_widest(device):
         ([[-3e38, -3.2e38], [-3e38, -3.2e38]], 9, 2),
         ([[np.log(0.25)] * 4] * 3, 6, 6),
         (np.log([[0.7, 0.15, 0.08, 0.04, 0.02, 0.01]] * 4), 16, 16),
+        ([[-1, -1, -1.5], [-0.5, -1, -np.inf], [-0.5, -0.5, -2]], 80, 3 + 3 * 2 + 3 * 2 * 3),
+        ([[-0.5] * 40] * 2, 200, 200),
+        ([[-0.5, -1, np.nan], [-0.5, np.nan, np.nan]], 9, 4),
         (np.zeros((0, 3)), 2, 0),
         (np.zeros((2, 0)), 2, 0),
     ],
     ids=[
         "L=1", "K=1", "B=0", "B beyond what exists", "[0, -inf, -inf], B=5", "a row of -inf", "nothing but the root",
-        "-0 ties with 0", "improbable", "scores that overflow", "uniform 3x4", "float32 sums", "L=0", "K=0",
+        "-0 ties with 0", "improbable", "scores that overflow", "uniform 3x4", "float32 sums",
+        "ties at all depths", "more than a warp", "NaN", "L=0", "K=0",
     ],
 )  # fmt: skip
 def test_corners(device, rows, node_budget, nodes):
+    """Those of both tests take every branch, few enough for compute-sanitizer: -k "cuda and corner"."""
     assert check(device, rows, node_budget).num_nodes == 1 + nodes
+
+
+@pytest.mark.parametrize(
+    ("rows", "children", "node_budget", "nodes"),
+    [
+        ([[[-0.1, -2]] * 2], [[[1, 0]] * 2], 5, 2),
+        ([[[-0.1]], [[-2]], [[-3]]], [[[0]]] * 3, 2, 2),
+        ([[[-0.1, -2]] * 2] * 2, [[[1, 0]] * 2] * 2, 0, 0),
+        (
+            [[[-0.5, -0.5]] * 2, [[-1, -1], [-1, -np.inf]], [[-1, -2], [-np.inf] * 2]],
+            [[[1, 0], [0, 1]]] * 3, 20, 2 + 3 + 4,
+        ),
+        ([[[-0.5, -0.5]] * 2, [[np.nan] * 2, [-1, np.nan]]], [[[1, 0]] * 2] * 2, 20, 3),
+        ([[[-np.inf] * 2, [-1, -2]]] * 2, [[[1, 0]] * 2] * 2, 3, 0),
+        ([[[-0.5] * 40] * 40] * 2, [[list(range(39, -1, -1))] * 40] * 2, 200, 200),
+        (np.zeros((0, 3, 3)), np.zeros((0, 3, 3)), 2, 0),
+        (np.zeros((2, 0, 0)), np.zeros((2, 0, 0)), 2, 0),
+    ],
+    ids=["L=1", "K=1", "B=0", "ties", "NaN", "nothing but the root", "more than a warp", "L=0", "K=0"],
+)  # fmt: skip
+def test_corners_with_children(device, rows, children, node_budget, nodes):
+    assert check(device, rows, node_budget, np.array(children)).num_nodes == 1 + nodes
 
 
 def test_nan_counts_as_impossible(device):
     log_probs = np.float32([[-0.5, -1, -np.inf, -np.inf], [-0.5, -1, -2, -np.inf], [-np.inf] * 4])
     expected = check(device, log_probs, 20)
-    tree = run(device, np.where(log_probs == -np.inf, np.nan, log_probs), 20)
-    assert tree.num_nodes == expected.num_nodes
-    for name in ("tokens", "parents", "depths"):
-        assert_same_bits(getattr(tree, name), getattr(expected, name))
+    assert_same_tree(run(device, np.where(log_probs == -np.inf, np.nan, log_probs), 20), expected)
     assert run(device, np.full((2, 2), np.nan), 3).parents.tolist() == [-1] * 4
 
 
@@ -118,7 +181,7 @@ def test_no_row_behind_the_last_is_read(device):
 
 
 def test_token_id_zero_is_a_token_and_not_padding(device):
-    tree = run(device, np.full((2, 2), -0.7), 8, [[0, 5], [5, 0]], root=0)
+    tree = run(device, np.full((2, 2), -0.7), 8, token_ids=[[0, 5], [5, 0]], root=0)
     assert tree.tokens.tolist() == [0, 0, 5, 5, 0, 5, 0, -1, -1]
     assert tree.parents.tolist() == [-1, 0, 0, 1, 1, 2, 2, -1, -1]
     assert tree.depths.tolist() == [0, 1, 1, 2, 2, 2, 2, -1, -1]
@@ -134,6 +197,18 @@ def test_what_is_no_distribution_still_gives_a_tree(device, rows):
     assert (tree.parents[nodes] >= 0).all() and (tree.parents[nodes] < nodes).all()
     assert (tree.depths[nodes] == tree.depths[tree.parents[nodes]] + 1).all()
     assert len(set(zip(tree.parents[nodes].tolist(), tree.tokens[nodes].tolist(), strict=True))) == len(nodes)
+
+
+def test_any_order_of_threads_with_children(device):
+    rows = random_conditionals(np.random.default_rng(4), VALUES["ties"][:4], 5, 40)
+    log_probs, children = map(device.put, rows)
+    root, token_ids = device.put([3], np.int32), device.put(ids_of(5, 40))
+
+    def build():
+        tree = tree_build(root, log_probs, token_ids, 100, children)
+        return tree.tokens, tree.parents, tree.depths, tree.num_nodes
+
+    device.every_schedule(build)
 
 
 def test_any_order_of_threads(device):
@@ -167,6 +242,14 @@ def test_refuses(device):
         ValueError, match=r"tree_build: log_probs \[2\] and token_ids \[2\], expected the same \[L, K\]"
     ):
         build((2,), (2,), 2)
+    children, tables = (
+        device.empty((1, 2, 2), np.int32),
+        [device.empty((1, 2), dtype) for dtype in (np.float32, np.int32)],
+    )
+    with pytest.raises(
+        ValueError, match=r"tree_build: log_probs \[1, 2\], children \[1, 2, 2\] and token_ids \[1, 2\]"
+    ):
+        tree_build(device.empty(1, np.int32), *tables, 2, children)
     for budget in (-1, MAX_BUDGET + 1):
         with pytest.raises(ValueError, match=rf"tree_build: node_budget={budget}, expected 0 to 1024"):
             build((1, 2), (1, 2), budget)
