@@ -10,12 +10,14 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+from kdtree_nb.engine.device import Device
+
 PACKAGES = ("numpy", "cupy-cuda12x", "cupy-cuda13x")
 
 
 def record(path: Path, device: str, passed: bool, lines: list[str]) -> None:
     """Write the lines of a run, with device, versions, date and commit."""
-    found = {"device": device_name(device), "versions": versions(), "commit": commit(), "passed": passed}
+    found = {"device": Device.named(device).description(), "versions": versions(), "commit": commit(), "passed": passed}
     found["date"] = datetime.now(UTC).strftime("%Y-%m-%d")
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps({**found, "results": lines}, indent=1) + "\n", encoding="utf-8")
@@ -37,17 +39,6 @@ def recorded(folder: Path) -> Iterator[str]:
         packages = ", ".join(f"{name} {number}" for name, number in found["versions"].items())
         yield f"{path.name}: {found['device']}, {packages}, {found['date']}, commit {found['commit'][:10]}"
         yield from found["results"]
-
-
-def device_name(device: str) -> str:
-    """The GPU's name where the device is one, else the processor's kind."""
-    from kdtree_nb.engine.device import Device
-
-    on = Device.named(device)
-    if on.name == "cuda":
-        name: bytes = on.xp.cuda.runtime.getDeviceProperties(on.xp.cuda.Device().id)["name"]
-        return name.decode()
-    return f"{platform.machine()} CPU, {on.name}"
 
 
 def versions() -> dict[str, str]:

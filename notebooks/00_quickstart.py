@@ -229,7 +229,8 @@ print("all checks hold")
 # 1. Set `node_budget` to 4 and to 64. What happens to τ, and why does it level off?
 # 2. Give the engine a prompt that repeats itself, such as a list of similar lines. How large can τ become?
 # 3. Write a drafter: a subclass of `Drafter` with `propose(tokens)`, which returns a `Proposal`: log-probabilities
-#    and token ids of the next positions. Let it always guess the ten most frequent tokens. Pass it as `drafter=` and check that the text stays.
+#    and token ids of the next positions. Let it always guess the ten most frequent tokens. Pass it as `drafter=` and
+#    check that the text stays.
 #
 # ## Where next
 #

@@ -86,7 +86,8 @@ def test_prompt_lookup_without_an_earlier_occurrence_proposes_nothing(text: list
 
 
 def test_prompt_lookup_continues_a_loop() -> None:
-    log_probs, token_ids, _ = PromptLookup(length=4, width=3).propose(np.array([1, 2, 3, 1, 2, 3, 1, 2, 3, 1], np.int32))
+    loop = np.array([1, 2, 3, 1, 2, 3, 1, 2, 3, 1], np.int32)
+    log_probs, token_ids, _ = PromptLookup(length=4, width=3).propose(loop)
     assert token_ids[:, 0].tolist() == [2, 3, 1, 2]
     assert (log_probs[:, 0] > math.log(0.8)).all()
     assert (log_probs[:, 1:] == -np.inf).all()

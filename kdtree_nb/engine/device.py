@@ -1,5 +1,6 @@
 """Where arrays live, and how they get there."""
 
+import platform
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
@@ -47,6 +48,13 @@ class Device(NamedTuple):
 
             return cls("cuda", cupy)
         return cls("cpu" if name == "auto" else name, np)
+
+    def description(self) -> str:
+        """The GPU's name where the device is one, else the processor's kind."""
+        if self.name == "cuda":
+            name: bytes = self.xp.cuda.runtime.getDeviceProperties(self.xp.cuda.Device().id)["name"]
+            return name.decode()
+        return f"{platform.machine()} CPU, {self.name}"
 
     def running(self) -> AbstractContextManager[None]:
         """Within it, operations on this device's arrays run where they should."""

@@ -52,6 +52,9 @@ class DFlash(Drafter):
         table = rope_table(Rope(frequencies, 1.0), np.arange(capacity + config.block_size))
         self.rope_table = device.put(table[0]), device.put(table[1])
 
+    def __repr__(self) -> str:
+        return f"DFlash({self.config!r})"
+
     def start(self, cache: LatentCache) -> "Drafter":
         """A drafter of one text, whose committed tokens the target keeps in ``cache``."""
         return _Text(self, cache)

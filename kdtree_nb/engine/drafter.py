@@ -36,6 +36,9 @@ class Drafter:
 
     taps: tuple[int, ...] = ()
 
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}()"
+
     def start(self, cache: "LatentCache") -> "Drafter":
         """The drafter of one text, whose tokens the target commits to ``cache``; by default this one."""
         return self

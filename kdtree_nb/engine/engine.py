@@ -10,7 +10,8 @@ import numpy as np
 from kdtree_nb.bundle import Bundle
 from kdtree_nb.bundle.format import DRAFTER_SUFFIX
 from kdtree_nb.config import ModelConfig
-from kdtree_nb.engine.decode import DECODERS, Generation, decode
+from kdtree_nb.engine.budget import round_costs
+from kdtree_nb.engine.decode import DECODERS, Budget, Generation, OnRound, Sampling, decode
 from kdtree_nb.engine.device import Device
 from kdtree_nb.engine.dflash import DFlash
 from kdtree_nb.engine.drafter import Drafter, PromptLookup
@@ -106,7 +107,7 @@ class Engine:
         self,
         prompt: str | Sequence[int] | np.ndarray,
         decoder: str = "ddtree",
-        node_budget: int = 16,
+        node_budget: int | str = 16,
         max_new_tokens: int = 64,
         temperature: float = 0.0,
         seed: int = 0,
@@ -114,6 +115,7 @@ class Engine:
         top_p: float = 1.0,
         drafter: Drafter | None = None,
         on_token: Callable[[int], None] | None = None,
+        on_round: OnRound | None = None,
         keep_logits: bool = False,
     ) -> Generation:
         """Extend a prompt.
@@ -124,8 +126,9 @@ class Engine:
             At least one token, and at most ``capacity − 1``.
         decoder : {"ar", "chain", "ddtree"}
             Plain decoding, a drafted chain, or a draft tree. All give the same tokens.
-        node_budget : int
-            Drafted nodes a round, B; the root is not counted, so a pass has up to B + 1 rows.
+        node_budget : int or "auto"
+            Drafted nodes a round, B; the root is not counted, so a pass has up to B + 1 rows. ``auto`` drafts as
+            many as pay in expected tokens per second, by what rounds cost here: :func:`round_costs`.
         temperature : float
             0 takes the most probable token, lowest id first; above it, samples from softmax(logits / temperature).
         seed : int
@@ -138,6 +141,8 @@ class Engine:
             By default :attr:`drafter`.
         on_token : callable, optional
             Called with each token as its round commits it.
+        on_round : callable, optional
+            Called after each round with its tree and the accepted path; a GPU has to wait for it.
         keep_logits : bool
             Return the logits that chose each token.
 
@@ -148,7 +153,8 @@ class Engine:
         """
         token_ids, tokenizer = self._token_ids(prompt), self.tokenizer
         _require(decoder in DECODERS, f"decoder={decoder!r}", f"one of {', '.join(DECODERS)}")
-        _require_whole("node_budget", node_budget, 0, MAX_NODE_BUDGET)
+        if node_budget != "auto":
+            _require_whole("node_budget", node_budget, 0, MAX_NODE_BUDGET)
         _require_whole("max_new_tokens", max_new_tokens, 1, np.inf)
         _require_whole("seed", seed, 0, 2**64 - 1)
         usable = isinstance(temperature, float | int | np.floating) and (
@@ -159,24 +165,29 @@ class Engine:
         share = isinstance(top_p, float | int | np.floating) and 0 < top_p <= 1
         _require(share, f"top_p={top_p!r}", "a number above 0 and at most 1")
         with self.device.running():
+            drafter = self.drafter if drafter is None else drafter
             generation = decode(
                 self.model,
                 token_ids,
                 self.capacity,
                 decoder,
-                self.drafter if drafter is None else drafter,
-                node_budget,
+                drafter,
+                self._budget(node_budget, drafter),
                 max_new_tokens,
-                temperature,
-                seed,
-                top_k,
-                top_p,
+                Sampling(temperature, seed, top_k, top_p),
                 on_token,
+                on_round,
                 keep_logits,
             )
         if tokenizer is not None:
             generation.text = tokenizer.decode(generation.tokens)
         return generation
+
+    def _budget(self, nodes: int | str, drafter: Drafter) -> Budget:
+        if nodes != "auto":
+            return Budget(int(nodes))
+        costs = round_costs(self.model, drafter, self.capacity)
+        return Budget(len(costs) - 1, self.device.put(costs))
 
     def _token_ids(self, prompt: str | Sequence[int] | np.ndarray) -> np.ndarray:
         if isinstance(prompt, str):
@@ -203,7 +214,7 @@ def _require(holds: bool, what: str, expected: str) -> None:
         raise ValueError(f"generate: {what}, expected {expected}")
 
 
-def _require_whole(name: str, value: int, lowest: int, highest: float) -> None:
-    whole = isinstance(value, int | np.integer) and lowest <= value <= highest
+def _require_whole(name: str, value: object, lowest: int, highest: float) -> None:
+    whole = isinstance(value, int | np.integer) and bool(lowest <= value <= highest)
     upwards = "" if highest == np.inf else f" to {highest}"
     _require(whole, f"{name}={value!r}", f"a whole number from {lowest}{upwards}")

@@ -1,5 +1,6 @@
 """The one place that asks whether a weight is INT4."""
 
+from collections import Counter
 from collections.abc import Sequence
 
 import numpy as np
@@ -27,6 +28,10 @@ class Weights:
         self._stored: dict[tuple[str, ...], tuple[Array, ...]] = {}
         self._tiles: dict[tuple[str, ...], Tiles] = {}
         self._experts: dict[str, tuple[Experts, Experts]] = {}
+
+    def kinds(self) -> dict[str, int]:
+        """How many tensors of each dtype there are: with the config, what a forward pass costs."""
+        return dict(Counter(entry.dtype for entry in self._bundle.entries.values()))
 
     def linear(self, x: Array, *names: str) -> Array:
         """``x · weightᵀ``: W4A16 where the bundle holds ``NAME.qw``, else dense.

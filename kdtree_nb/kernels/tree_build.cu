@@ -5,6 +5,7 @@
 //           its next sibling into the candidate's place and its first child at the end.
 // Children  With marginals a depth has one row of log-probabilities. With conditionals it has one for each of the K
 //           tokens that the parent may be, and children says which of the depth's tokens a rank of that row is.
+// Cut       With costs the tree ends where (1 + Σ exp(score)) / cost is highest, summed in fp64 in the tree's order.
 // Grid      1 block of 32 threads.
 // Order     higher score first; equal scores by the lexicographically smaller path of ranks, a prefix before its
 //           extensions. A score is one addition a node in the order of the path: no other tree is right.
@@ -43,9 +44,11 @@ extern "C" __global__ void tree_build(const int* __restrict__ root,         // [
                                                                             // [length, width, width] with children
                                       const int* __restrict__ token_ids,    // [length, width]
                                       const int* __restrict__ children,     // [length, width, width]; null: marginals
+                                      const float* __restrict__ costs,      // [budget + 1] seconds; null: no cut
                                       int* __restrict__ tokens,             // [budget + 1], −1 in padding
                                       int* __restrict__ parents,            // [budget + 1], −1 for the root, in padding
                                       int* __restrict__ depths,             // [budget + 1], −1 in padding
+                                      float* __restrict__ scores,           // [budget + 1], −inf in padding
                                       int* __restrict__ num_nodes,          // [1]
                                       int length, int width, int budget)
 {
@@ -68,9 +71,9 @@ extern "C" __global__ void tree_build(const int* __restrict__ root,         // [
         tokens[0] = *root;
         parents[0] = parent[0] = -1;
         depths[0] = rank[0] = token[0] = 0;
-        score[0] = 0.0f;
+        score[0] = scores[0] = 0.0f;
         if (waiting)
-            frontier[0] = {log_probs[0], 0, 0, 1};
+            frontier[0] = {0.0f + log_probs[0], 0, 0, 1};  // −0 becomes 0, as in every sum
     }
     __syncwarp();
 
@@ -101,7 +104,7 @@ extern "C" __global__ void tree_build(const int* __restrict__ root,         // [
             depths[nodes] = taken.depth;
             rank[nodes] = taken.rank;
             token[nodes] = chosen;
-            score[nodes] = taken.score;
+            score[nodes] = scores[nodes] = taken.score;
         }
         const bool more_siblings = sibling.score > -INFINITY, more_depth = child.score > -INFINITY;
         if (lane == 0) {
@@ -113,8 +116,23 @@ extern "C" __global__ void tree_build(const int* __restrict__ root,         // [
         nodes += 1;
         __syncwarp();
     }
-    for (int i = nodes + lane; i <= budget; i += 32)
+    if (costs) {  // every lane does the same
+        double expected = 1.0, best = 1.0 / costs[0];
+        int kept = 1;
+        for (int i = 1; i < nodes; ++i) {
+            expected += exp(double(score[i]));
+            if (expected / costs[i] > best) {
+                best = expected / costs[i];
+                kept = i + 1;
+            }
+        }
+        nodes = kept;
+    }
+    __syncwarp();
+    for (int i = nodes + lane; i <= budget; i += 32) {
         tokens[i] = parents[i] = depths[i] = -1;
+        scores[i] = -INFINITY;
+    }
     if (lane == 0)
         *num_nodes = nodes;
 }

@@ -11,7 +11,12 @@ _tree_build = Kernel("tree_build.cu")
 
 
 def tree_build(
-    root: Array, log_probs: Array, token_ids: Array, node_budget: int, children: Array | None = None
+    root: Array,
+    log_probs: Array,
+    token_ids: Array,
+    node_budget: int,
+    children: Array | None = None,
+    costs: Array | None = None,
 ) -> DraftTree:
     """The ``node_budget`` most probable prefixes: see :func:`kdtree_nb.reference.tree.tree_build`.
 
@@ -26,6 +31,8 @@ def tree_build(
         B, without the root; at most 1,024 on a GPU.
     children : int32 [L, K, K], optional
         As :func:`kdtree_nb.kernels.transition.condition` makes them; on a GPU not checked.
+    costs : float32 [node_budget + 1], optional
+        Seconds of a round with n nodes besides the root: the tree ends where most tokens per second are expected.
 
     Returns
     -------
@@ -33,13 +40,16 @@ def tree_build(
         On a GPU ``num_nodes`` is an array, int32 [1]: the host does not know it.
     """
     if not runs_cuda(log_probs):
-        return reference.tree_build(int(root[0]), log_probs, token_ids, node_budget, children)
+        return reference.tree_build(int(root[0]), log_probs, token_ids, node_budget, children, costs)
     reference.check_shapes(log_probs, token_ids, children)
     if not 0 <= node_budget <= MAX_BUDGET:
         raise ValueError(f"tree_build: node_budget={node_budget}, expected 0 to {MAX_BUDGET}")
+    if costs is not None and costs.shape != (node_budget + 1,):
+        raise ValueError(f"tree_build: costs {list(costs.shape)}, expected [{node_budget + 1}]")
     xp, (length, width) = array_module(log_probs), token_ids.shape
     columns = [xp.empty(node_budget + 1, np.int32) for _ in range(3)]
-    num_nodes = xp.empty(1, np.int32)
+    scores, num_nodes = xp.empty(node_budget + 1, np.float32), xp.empty(1, np.int32)
     sizes = [np.int32(n) for n in (length, width, node_budget)]
-    _tree_build((1,), (32,), (root, log_probs, token_ids, children, *columns, num_nodes, *sizes))
-    return DraftTree(columns[0], columns[1], columns[2], num_nodes)
+    arrays = (root, log_probs, token_ids, children, costs, *columns, scores, num_nodes)
+    _tree_build((1,), (32,), (*arrays, *sizes))
+    return DraftTree(columns[0], columns[1], columns[2], scores, num_nodes)

@@ -22,6 +22,8 @@ class DraftTree:
         Index of each node's parent, always smaller than its own; −1 for the root and in padding.
     depths : int32 [N]
         0 for the root; −1 in padding. A node's position is prefix_len + depth.
+    scores : float32 [N]
+        Log-probability of each node's path as it was drafted; 0 for the root, −inf in padding.
     num_nodes : int, or on a GPU int32 [1]
         Rows that are nodes, root included; the rest is padding.
     """
@@ -29,7 +31,12 @@ class DraftTree:
     tokens: np.ndarray
     parents: np.ndarray
     depths: np.ndarray
+    scores: np.ndarray
     num_nodes: int | np.ndarray
+
+    def first(self, nodes: int) -> "DraftTree":
+        """The tree's first nodes, without padding."""
+        return DraftTree(self.tokens[:nodes], self.parents[:nodes], self.depths[:nodes], self.scores[:nodes], nodes)
 
     def _repr_svg_(self) -> str | None:
         """The tree drawn, as notebooks show it; a tree on a GPU is shown as text."""
@@ -44,6 +51,7 @@ def tree_build(
     token_ids: np.ndarray,
     node_budget: int,
     children: np.ndarray | None = None,
+    costs: np.ndarray | None = None,
 ) -> DraftTree:
     """The ``node_budget`` most probable prefixes under the drafter's marginals, or under its conditionals.
 
@@ -68,6 +76,9 @@ def tree_build(
     children : int32 [L, K, K], optional
         Different candidates in each row, where log_probs are above −inf. At depth 0 only row 0 is read,
         there and in log_probs: the root is the only parent.
+    costs : float32 [node_budget + 1], optional
+        Seconds that a round takes with n nodes besides the root. The tree then ends, in its order, where
+        the expected tokens per second, :func:`expected_rate`, are highest.
 
     Raises
     ------
@@ -76,7 +87,11 @@ def tree_build(
         candidates or the same twice, or a negative budget.
     """
     log_probs = np.asarray(log_probs, np.float32)
-    check_marginals(log_probs, token_ids, node_budget, children)
+    if node_budget < 0:
+        raise ValueError(f"tree_build: node_budget={node_budget}, expected 0 or more")
+    if costs is not None and costs.shape != (node_budget + 1,):
+        raise ValueError(f"tree_build: costs {list(costs.shape)}, expected [{node_budget + 1}]")
+    check_marginals(log_probs, token_ids, children)
     depth_limit, width = token_ids.shape
     if children is None:
         log_probs = np.broadcast_to(log_probs[:, None], (depth_limit, width, width))
@@ -103,9 +118,33 @@ def tree_build(
         propose((*ranks, 0), len(tokens) - 1)  # first child
         propose((*ranks[:-1], rank + 1), parent)  # next sibling
 
-    padding = [-1] * (node_budget + 1 - len(tokens))
-    arrays = [np.array(column + padding, np.int32) for column in (tokens, parents, depths)]
-    return DraftTree(arrays[0], arrays[1], arrays[2], len(tokens))
+    nodes = len(tokens)
+    if costs is not None:
+        nodes = 1 + int(expected_rate(np.array(scores), costs).argmax())
+    padding = [-1] * (node_budget + 1 - nodes)
+    arrays = [np.array(column[:nodes] + padding, np.int32) for column in (tokens, parents, depths)]
+    path_scores = np.array(scores[:nodes] + [-np.inf] * len(padding), np.float32)
+    return DraftTree(arrays[0], arrays[1], arrays[2], path_scores, nodes)
+
+
+def expected_rate(scores: np.ndarray, costs: np.ndarray) -> np.ndarray:
+    """Tokens per second to expect of a tree's first 0, 1, … nodes (arXiv 2606.01813).
+
+    A round commits one token and every drafted one whose path is right: 1 + Σ exp(score) are expected, as
+    far as the drafter's probabilities are calibrated.
+
+    Parameters
+    ----------
+    scores : float32 [N]
+        Of the tree's nodes, the root first, which stands for the token that is certain.
+    costs : float32 [N or more]
+        Seconds of a round with n nodes besides the root.
+
+    Returns
+    -------
+    float64 [N]
+    """
+    return np.exp(scores.astype(np.float64)).cumsum() / costs[: len(scores)]
 
 
 def ancestors(parents: np.ndarray) -> np.ndarray:
@@ -169,12 +208,8 @@ def cache_commit(cache: np.ndarray, prefix_len: int, path: np.ndarray) -> None:
     cache[:, prefix_len : prefix_len + len(path)] = cache[:, prefix_len + path]
 
 
-def check_marginals(
-    log_probs: np.ndarray, token_ids: np.ndarray, node_budget: int, children: np.ndarray | None = None
-) -> None:
+def check_marginals(log_probs: np.ndarray, token_ids: np.ndarray, children: np.ndarray | None = None) -> None:
     """Raise a ValueError unless these are the marginals, or with children conditionals, of :func:`tree_build`."""
-    if node_budget < 0:
-        raise ValueError(f"tree_build: node_budget={node_budget}, expected 0 or more")
     check_shapes(log_probs, token_ids, children)
     rows = log_probs if children is None else _rows_read(log_probs)
     if np.isnan(rows).any():

@@ -15,7 +15,7 @@ def run(device, log_probs, node_budget, children=None, token_ids=None, root: int
         token_ids = ids_of(*log_probs.shape[:2])
     arrays = device.put([root], np.int32), device.put(log_probs), device.put(token_ids, np.int32)
     tree = tree_build(*arrays, node_budget, None if children is None else device.put(children, np.int32))
-    columns = (device.host(column) for column in (tree.tokens, tree.parents, tree.depths))
+    columns = (device.host(column) for column in (tree.tokens, tree.parents, tree.depths, tree.scores))
     return DraftTree(*columns, num_nodes=int(device.host(tree.num_nodes)[0]))
 
 
@@ -38,7 +38,7 @@ def check(device, log_probs, node_budget, children=None) -> DraftTree:
 
 def assert_same_tree(tree: DraftTree, expected: DraftTree) -> None:
     assert tree.num_nodes == expected.num_nodes
-    for name in ("tokens", "parents", "depths"):
+    for name in ("tokens", "parents", "depths", "scores"):
         assert_same_bits(getattr(tree, name), getattr(expected, name))
 
 

@@ -87,17 +87,17 @@ def build_library(source: Source, defines: Mapping[str, str]) -> Path:
     return library
 
 
-def cache_folder() -> Path:
-    """Where libraries are kept: ``$KDTREE_CACHE`` or the user's cache folder, made if need be."""
+def cache_folder(what: str = "emulator") -> Path:
+    """Where ``what`` is kept: in ``$KDTREE_CACHE`` or in the user's cache folder, made if need be."""
     chosen = os.environ.get("KDTREE_CACHE")
-    folder = Path(chosen or Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "kdtree_nb"), "emulator")
+    folder = Path(chosen or Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "kdtree_nb"), what)
     folder = folder.absolute()  # the compiler runs elsewhere
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError:
         if chosen:
             raise
-        folder = Path(tempfile.gettempdir(), f"kdtree_nb-{os.getuid()}")
+        folder = Path(tempfile.gettempdir(), f"kdtree_nb-{what}-{os.getuid()}")
         folder.mkdir(mode=0o700, exist_ok=True)
         found = folder.lstat()
         if found.st_uid != os.getuid() or found.st_mode & 0o022 or not folder.is_dir() or folder.is_symlink():
