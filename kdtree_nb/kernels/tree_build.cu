@@ -84,7 +84,7 @@ extern "C" __global__ void tree_build(const int* __restrict__ root,         // [
                 best = i;
         for (int step = 16; step > 0; step /= 2) {
             const int other = __shfl_xor_sync(ALL_LANES, best, step);
-            if (other >= 0 && other != best && (best < 0 || better(frontier[other], frontier[best], rank, parent)))
+            if (other >= 0 && (best < 0 || better(frontier[other], frontier[best], rank, parent)))
                 best = other;
         }
         const Candidate taken = frontier[best];
