@@ -38,10 +38,10 @@ def moe_route(logits: np.ndarray, bias: np.ndarray, config: ModelConfig) -> tupl
     if config.n_group > 1:
         choice = _keep_best_groups(choice, config)
     expert_ids = np.argsort(-choice, axis=1, kind="stable")[:, : config.num_experts_per_tok]
-    weights = np.take_along_axis(scores, expert_ids, axis=1)
+    weights = scores[np.arange(len(scores))[:, None], expert_ids]
     if config.norm_topk_prob:
-        weights = weights / (_sum_in_order(weights)[:, None] + scores.dtype.type(1e-20))
-    return expert_ids.astype(np.int32), weights * scores.dtype.type(config.routed_scaling_factor)
+        weights = weights / (_sum_in_order(weights)[:, None] + 1e-20)
+    return expert_ids.astype(np.int32), weights * config.routed_scaling_factor
 
 
 def moe(
