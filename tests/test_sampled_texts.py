@@ -15,7 +15,7 @@ from builders import Built, build, tiny_config
 
 from kdtree_nb.engine import Engine
 from kdtree_nb.engine import decode as decoding
-from kdtree_nb.engine.drafter import Proposal
+from kdtree_nb.engine.drafter import Drafter, Proposal
 from kdtree_nb.reference.model import forward
 
 VOCAB, LENGTH, SEEDS = 16, 3, 500
@@ -30,13 +30,13 @@ SETTINGS: dict[str, dict[str, Any]] = {
 }
 
 
-class FewOfThem:
+class FewOfThem(Drafter):
     """Drafts five tokens for each of the next two positions, whether the target is likely to take them or not."""
 
     def propose(self, tokens: np.ndarray) -> Proposal:
         token_ids = np.stack([(np.arange(5) * 3 + shift + tokens[-1]) % VOCAB for shift in (1, 6)])
         log_probs = np.log([0.4, 0.2, 0.2, 0.1, 0.1])
-        return np.tile(log_probs.astype(np.float32), (2, 1)), token_ids.astype(np.int32)
+        return Proposal(np.tile(log_probs.astype(np.float32), (2, 1)), token_ids.astype(np.int32))
 
 
 @pytest.fixture(scope="module")
