@@ -158,17 +158,16 @@ def over_budgets(axes: Axes, values: Mapping[str, Mapping[int, float]]) -> Axes:
     return clean(axes)
 
 
-def cost_curve(axes: Axes, costs: np.ndarray, expected: np.ndarray) -> Axes:
+def cost_curve(axes: Axes, costs: np.ndarray, rates: np.ndarray) -> Axes:
     """What a round costs by its nodes, and what it brings: a tree ends where expected tokens per second are highest.
 
     Parameters
     ----------
     costs : float [nodes + 1]
         Seconds of a round with 0, 1, … nodes.
-    expected : float [nodes + 1]
-        Tokens that such a round is expected to commit, 1 with no node.
+    rates : float [nodes + 1]
+        Tokens per second to expect of it: :func:`kdtree_nb.reference.tree.expected_rate`.
     """
-    rates = expected / costs
     best = int(rates.argmax())
     axes.plot(1e3 * costs, color=INK, lw=1.4, label="cost of a round")
     axes.set(xlabel="nodes of the tree", ylabel="ms", ylim=(0, None), xlim=(0, len(costs) - 1))
