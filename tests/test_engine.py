@@ -1,6 +1,7 @@
 """Engine.generate against the reference, against itself across decoders, and against bad input."""
 
 import dataclasses
+import functools
 import itertools
 import re
 import tracemalloc
@@ -20,7 +21,7 @@ from kdtree_nb.engine import Drafter, Engine, Generation, Oracle, Round, decode
 from kdtree_nb.engine import model as engine_model
 from kdtree_nb.engine.drafter import Proposal
 from kdtree_nb.quantization import quantized_names, routed_experts
-from kdtree_nb.reference.model import forward
+from kdtree_nb.reference.model import forward, greedy
 
 TOLERANCE = 1e-4
 DECODERS = ("ar", "chain", "ddtree")
@@ -303,6 +304,95 @@ def test_everything_accepted(engine: Engine, plain: dict[int, Generation]) -> No
 def test_chain_takes_the_first_rank_and_no_sibling(engine: Engine) -> None:
     run = engine.generate(PROMPT, "chain", 16, 8, drafter=uniform(4, 3))
     assert [round.drafted for round in run.rounds[:3]] == [4, 4, 4]
+
+
+# ---- at the edges, on NumPy and on the kernels, against the reference's greedy text ----------------------------------
+
+
+@pytest.fixture(scope="module", params=["cpu", "emulated"])
+def either(request: pytest.FixtureRequest, built: Built) -> Engine:
+    return Engine.load(built.path, request.param, capacity=100)
+
+
+EDGE_TOKENS = 7
+
+
+@pytest.fixture(scope="module")
+def greedy_text(built: Built) -> Callable[[int], list[int]]:
+    """The reference's continuation of ``random_prompt(length)``."""
+
+    @functools.cache
+    def text(length: int) -> list[int]:
+        return greedy(built.weights, built.config, random_prompt(length), EDGE_TOKENS).tokens.tolist()
+
+    return text
+
+
+EDGES: dict[str, tuple[int, int, Callable[[np.ndarray], Drafter], int, list[int] | None]] = {
+    "a prompt longer than a block of the prefill": (70, 9, lambda a: Oracle(a, 67, hit_rate=0.7), 9, None),
+    "a prompt of one token": (1, 9, lambda a: Oracle(a, 67, hit_rate=0.7), 9, None),
+    "B = 0": (17, 0, lambda a: Oracle(a, 67, hit_rate=1), 0, [0] * 7),
+    "B = 1": (17, 1, lambda a: Oracle(a, 67, hit_rate=1), 1, [1, 1, 1, 0]),
+    "a budget above what the marginals give": (17, 60, lambda a: uniform(2, 3), 3 + 9, None),
+    "K = V": (17, 90, lambda a: uniform(2, 67), 90, [1, 1, 1, 0]),
+    "all rejected": (17, 6, lambda a: AlwaysWrong(a, 67), 6, [0] * 7),
+}
+"""Length of the prompt, node budget, drafter, and of the tree's rounds the most drafted and all accepted."""
+
+
+@pytest.mark.parametrize(("length", "node_budget", "make", "drafted", "accepted"), EDGES.values(), ids=EDGES)
+def test_edges(either: Engine, greedy_text, length: int, node_budget: int, make, drafted: int, accepted) -> None:
+    prompt = random_prompt(length)
+    plain = either.generate(prompt, "ar", max_new_tokens=EDGE_TOKENS, keep_logits=True)
+    assert plain.tokens == greedy_text(length)
+    drafter = make(whole_text(prompt, plain))
+    for decoder in ("chain", "ddtree"):
+        run = either.generate(prompt, decoder, node_budget, EDGE_TOKENS, drafter=drafter, keep_logits=True)
+        assert_same_generation(run, plain)
+    assert max(round.drafted for round in run.rounds) == drafted
+    assert accepted is None or [round.accepted for round in run.rounds] == accepted
+
+
+@pytest.mark.parametrize("decoder", ["chain", "ddtree"])
+def test_end_of_text_inside_an_accepted_path(either: Engine, greedy_text, decoder: str, tmp_path: Path) -> None:
+    prompt, expected = random_prompt(17), greedy_text(17)
+    assert expected[3] not in expected[:3]
+    path = build(tmp_path / "ending.kdtr", tiny_config(eos_token_ids=(expected[3],)), SEED).path
+    engine = Engine.load(path, either.device.name, capacity=100)
+    drafter = Oracle(np.append(prompt, expected), 67, length=6, hit_rate=1)
+    run = engine.generate(prompt, decoder, 12, EDGE_TOKENS, drafter=drafter)
+    assert (run.tokens, run.finish_reason) == (expected[:4], "stop")
+    assert [round.accepted for round in run.rounds] == [3]
+
+
+@pytest.mark.parametrize("decoder", ["chain", "ddtree"])
+def test_capacity_reached_inside_a_tree(either: Engine, built: Built, greedy_text, decoder: str) -> None:
+    prompt, expected = random_prompt(17), greedy_text(17)
+    engine = Engine.load(built.path, either.device.name, capacity=17 + 5)
+    drafter = Oracle(np.append(prompt, expected), 67, length=12, hit_rate=1)
+    run = engine.generate(prompt, decoder, 16, 500, drafter=drafter)
+    assert (run.tokens, run.finish_reason) == (expected[:5], "capacity")
+    assert [round.accepted for round in run.rounds] == [4]
+
+
+def test_one_engine_and_one_prefix_many_times(either: Engine, greedy_text) -> None:
+    prompt, expected = random_prompt(17), greedy_text(17)
+    drafter = Oracle(np.append(prompt, expected), 67, hit_rate=0.6)
+    for known, decoder in ((0, "ddtree"), (3, "ar"), (0, "chain"), (5, "ddtree"), (0, "ar"), (0, "ddtree")):
+        longer = [*prompt, *expected[:known]]
+        run = either.generate(longer, decoder, 9, EDGE_TOKENS - known, drafter=drafter)
+        assert run.tokens == expected[known:]
+
+
+@pytest.mark.parametrize("cut", [{}, {"top_k": 4}, {"top_p": 0.7}, {"top_k": 9, "top_p": 0.9}], ids=str)
+def test_a_seed_gives_one_text_on_every_device(either: Engine, engine: Engine, cut: dict) -> None:
+    def sample(engine: Engine, decoder: str, node_budget: int, drafter: Drafter | None = None) -> Generation:
+        return engine.generate(PROMPT, decoder, node_budget, EDGE_TOKENS, 1.2, 5, drafter=drafter, **cut)
+
+    expected = sample(engine, "ar", 0)
+    drafter = Scripted(whole_text(PROMPT, expected), 67, 4, 4, 0.8, seed=1)
+    for decoder, node_budget in (("ar", 0), ("chain", 4), ("ddtree", 1), ("ddtree", 11)):
+        assert sample(either, decoder, node_budget, drafter).tokens == expected.tokens
 
 
 # ---- temperature -----------------------------------------------------------------------------------------------------

@@ -5,6 +5,7 @@ import sys
 import threading
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
+from typing import ClassVar
 
 import ml_dtypes
 import numpy as np
@@ -250,12 +251,17 @@ class TestCupy:
             def __setattr__(self, name, value):
                 told.append((name, value))
 
+            shared_size_bytes = 1024
+
         class Device:
             def __init__(self, number):
                 self.number = number
 
             def __enter__(self):
                 told.append(("device", self.number))
+                return self
+
+            attributes: ClassVar = {"MaxSharedMemoryPerBlockOptin": 160 * 1024}
 
             def __exit__(self, *error):
                 pass
@@ -291,10 +297,12 @@ class TestCupy:
 
     def test_much_shared_memory_is_asked_for_once(self, told):
         kernel, arguments = self.kernel(), self.arguments()
-        for shared_bytes in (48 * 1024, 100 * 1024, 60 * 1024, 100 * 1024, 200 * 1024):
-            kernel((1,), (1,), arguments, shared_bytes)
+        for kilobytes in (47, 48, 100, 60, 100, 159):
+            kernel((1,), (1,), arguments, kilobytes * 1024)
         asked = [what[1] for what in told if what[0] == "max_dynamic_shared_size_bytes"]
-        assert asked == [100 * 1024, 200 * 1024]
+        assert asked == [48 * 1024, 100 * 1024, 159 * 1024]  # the kernel's own kilobyte counts
+        with pytest.raises(ValueError, match="arguments: 164864 bytes of shared memory, GPU 0 has 163840 a block"):
+            kernel((1,), (1,), arguments, 160 * 1024)
 
     def test_mixed_devices(self, told):
         arguments = self.arguments()

@@ -85,6 +85,17 @@ class _Text(Drafter):
 
     def propose(self, tokens: np.ndarray) -> Proposal:
         """As :meth:`Drafter.propose`: block_size − 1 tokens, each ranked anew for every token before it."""
+        rows, weights = self.rows(tokens), self._of.weights
+        log_probs, token_ids = top_k(self._of.target.logits(rows), self._config.num_candidates)
+        if not self._config.transition_rank:
+            return Proposal(log_probs, token_ids)
+        gates = weights.linear(rows, "transition.gate")
+        tables = weights.vector("transition.parent_table"), weights.vector("transition.child_table")
+        conditionals, children = condition(log_probs, token_ids, gates, *tables)
+        return Proposal(conditionals, token_ids, children)
+
+    def rows(self, tokens: np.ndarray) -> Array:
+        """What the target's head reads, one row a drafted token: float32 [block_size − 1, hidden]."""
         config, of = self._config, self._of
         weights, eps = of.weights, config.rms_norm_eps
         block = np.full(config.block_size, config.mask_token_id, np.int32)
@@ -104,14 +115,7 @@ class _Text(Drafter):
             normed = rms_norm(x, weights.vector(f"{at}.post_attention_layernorm"), eps)
             gate_up = weights.linear(normed, f"{at}.mlp.gate_proj", f"{at}.mlp.up_proj")
             x = x + weights.linear(swiglu(gate_up), f"{at}.mlp.down_proj")
-        rows = rms_norm(x[1:], weights.vector("norm"), eps)
-        log_probs, token_ids = top_k(of.target.logits(rows), config.num_candidates)
-        if not config.transition_rank:
-            return Proposal(log_probs, token_ids)
-        gates = weights.linear(rows, "transition.gate")
-        tables = weights.vector("transition.parent_table"), weights.vector("transition.child_table")
-        conditionals, children = condition(log_probs, token_ids, gates, *tables)
-        return Proposal(conditionals, token_ids, children)
+        return rms_norm(x[1:], weights.vector("norm"), eps)
 
     def _write(self, layer: int, keys_values: Array, rows: Array) -> None:
         """Cache the projections [tokens, keys | values] of tokens at positions length + rows."""

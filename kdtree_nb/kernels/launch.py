@@ -14,7 +14,7 @@ import ml_dtypes
 import numpy as np
 
 from kdtree_nb.kernels.emulator import KernelError, Program
-from kdtree_nb.kernels.source import Parameter, Source, read_source
+from kdtree_nb.kernels.source import OPTIONS, Parameter, Source, read_source
 
 __all__ = ["Array", "Kernel", "KernelError", "array_module", "c_type", "emulated", "pointer", "runs_cuda"]
 
@@ -26,7 +26,7 @@ MAX_BLOCK = (1024, 1024, 64)
 MAX_GRID = (2**31 - 1, 65535, 65535)
 MAX_SHARED_BYTES = 227 * 1024
 FREE_SHARED_BYTES = 48 * 1024
-"""Dynamic shared memory that a kernel may have without asking for more."""
+"""Shared memory that a kernel may have without asking for more."""
 
 _BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 _SCALARS: dict[str, tuple[np.dtype, type[ctypes._SimpleCData]]] = {
@@ -118,9 +118,6 @@ class Kernel:
         Of the ``extern "C" __global__`` function; if None, the file's.
     defines
         Macros, constants or types: ``{"BLOCK": 256, "SCALE": "__half"}``.
-    options
-        For NVRTC. Without fused multiply-adds that the source does not write, results are the emulator's, but for
-        subnormals, which CuPy flushes to zero (it always compiles with ``-ftz=true``).
     """
 
     def __init__(
@@ -128,14 +125,12 @@ class Kernel:
         source: str | Path,
         name: str | None = None,
         defines: Mapping[str, int | str] | None = None,
-        options: Sequence[str] = ("--fmad=false",),
     ) -> None:
         self.name = name or Path(source).stem
         self.defines = {key: str(value) for key, value in (defines or {}).items()}
         self._file = source
-        self._options = tuple(options)
         self._special: dict[frozenset[tuple[str, int | str]], Kernel] = {}
-        self._opted_in: dict[int, int] = {}  # by device: the dynamic shared memory that has been asked for
+        self._opted_in: dict[int, int] = {}  # by device: the shared memory that has been asked for
 
     def __repr__(self) -> str:
         return f"Kernel({self.source.name!r}, {self.name!r}, {self.defines})"
@@ -149,7 +144,7 @@ class Kernel:
         """The same kernel with more defines, for constants and types that are known at the call only."""
         key = frozenset(defines.items())
         if key not in self._special:
-            self._special[key] = Kernel(self._file, self.name, {**self.defines, **defines}, self._options)
+            self._special[key] = Kernel(self._file, self.name, {**self.defines, **defines})
         return self._special[key]
 
     def __call__(
@@ -268,7 +263,7 @@ class Kernel:
         import cupy
 
         macros = [f"-D{key}={value}" for key, value in self.defines.items()]
-        options = ("-std=c++17", *self._options, *macros)
+        options = (*OPTIONS, *macros)
         return cupy.RawModule(code=self.source.text, options=options, backend="nvrtc").get_function(self.name)
 
     def _launch_on_gpu(
@@ -279,10 +274,14 @@ class Kernel:
         values: tuple[Any, ...],
         shared_bytes: int,
     ) -> None:
-        with sys.modules["cupy"].cuda.Device(device):
-            if shared_bytes > self._opted_in.get(device, FREE_SHARED_BYTES):
+        with sys.modules["cupy"].cuda.Device(device) as on:
+            needed = shared_bytes + self._function.shared_size_bytes  # the kernel's own, whose size the source fixes
+            if needed > self._opted_in.get(device, FREE_SHARED_BYTES):
+                most = on.attributes["MaxSharedMemoryPerBlockOptin"]
+                if needed > most:
+                    raise ValueError(f"{self.name}: {needed} bytes of shared memory, GPU {device} has {most} a block")
                 self._function.max_dynamic_shared_size_bytes = shared_bytes
-                self._opted_in[device] = shared_bytes
+                self._opted_in[device] = needed
             self._function(grid, block, values, shared_mem=shared_bytes)
 
 

@@ -6,12 +6,12 @@ import os
 import re
 import sys
 import sysconfig
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from ctypes.util import find_library
 from dataclasses import dataclass
 from pathlib import Path
 
-from kdtree_nb.kernels.source import Source
+from kdtree_nb.kernels.source import OPTIONS, Source
 
 _ENTRY = re.compile(r"(?:Compiling entry function|Function properties for) '?(\w+)'?")
 _REGISTERS = re.compile(r"Used (\d+) registers")
@@ -55,12 +55,7 @@ def find_nvrtc() -> Path | None:
     return Path(found) if found else None
 
 
-def compile_cubin(
-    source: Source,
-    arch: str,
-    defines: Mapping[str, int | str] | None = None,
-    options: Sequence[str] = ("--fmad=false",),
-) -> Cubin:
+def compile_cubin(source: Source, arch: str, defines: Mapping[str, int | str] | None = None) -> Cubin:
     """Compile a source as on a GPU of this architecture; no GPU is needed.
 
     Parameters
@@ -81,7 +76,7 @@ def compile_cubin(
     nvrtc.nvrtcCreateProgram(ctypes.byref(program), source.text.encode(), source.name.encode(), 0, None, None)
     macros = [f"-D{key}={value}" for key, value in (defines or {}).items()]
     includes = [f"-I{folder}" for folder in _header_folders(library)]
-    flags = ["-std=c++17", f"-arch={arch}", "--ptxas-options=-v", *includes, *options, *macros]
+    flags = [*OPTIONS, f"-arch={arch}", "--ptxas-options=-v", *includes, *macros]
     given = (ctypes.c_char_p * len(flags))(*(flag.encode() for flag in flags))
     try:
         failed = nvrtc.nvrtcCompileProgram(program, len(flags), given)

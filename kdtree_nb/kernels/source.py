@@ -8,6 +8,10 @@ from importlib.resources.abc import Traversable
 from pathlib import Path
 from typing import NamedTuple
 
+OPTIONS = ("-std=c++17", "--fmad=false")
+"""For NVRTC. Without fused multiply-adds that a source does not write, results are the emulator's, but for subnormals,
+which CuPy flushes to zero (it always compiles with ``-ftz=true``)."""
+
 _PACKAGE = files("kdtree_nb.kernels")
 _INCLUDE = re.compile(r'^[ \t]*#[ \t]*include[ \t]*"([^"]+)".*$', re.MULTILINE)
 _COMMENT = re.compile(r"//[^\n]*|/\*.*?\*/", re.DOTALL)

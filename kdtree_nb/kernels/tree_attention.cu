@@ -4,7 +4,8 @@
 //           into splits of 512 positions, at absolute positions, and a split into tiles of 64. attend_split works
 //           through one split of one row for 8 heads, tile by tile with a running maximum; combine_splits joins
 //           a row's splits from first to last.
-// Grid      attend_split: (N, splits, heads / 8), 256 threads; combine_splits: (N, heads).
+// Grid      attend_split: (rows, splits, heads / 8), 256 threads; combine_splits: (rows, heads); from first_row on as
+//           many rows as there is room for their partial sums.
 // Invariant where a key is summed depends on its position alone, so a row has the same bits alone, in a prompt, in
 //           a chain or in a tree, wherever its cache rows lie.
 #include "reduce.cuh"
@@ -20,9 +21,9 @@ extern "C" __global__ void attend_split(const float* __restrict__ queries,    //
                                         const int* __restrict__ prefix_len,   // [1]
                                         const int* __restrict__ parents,      // [N]
                                         const int* __restrict__ depths,       // [N], −1 in padding
-                                        float* __restrict__ partial,          // [N, splits, heads, kv_lora]
-                                        float* __restrict__ stats,            // [N, splits, heads, 2]: maximum, sum
-                                        int heads, int kv_lora, int latent, float scale)
+                                        float* __restrict__ partial,          // [rows, splits, heads, kv_lora]
+                                        float* __restrict__ stats,            // [rows, splits, heads, 2]: maximum, sum
+                                        int first_row, int heads, int kv_lora, int latent, float scale)
 {
     extern __shared__ unsigned char dynamic_shared[];
     float* query = reinterpret_cast<float*>(dynamic_shared);  // [HEADS, latent]
@@ -30,7 +31,7 @@ extern "C" __global__ void attend_split(const float* __restrict__ queries,    //
     __shared__ float rescale[HEADS];
     __shared__ int slots[SPLIT];
 
-    const int row = blockIdx.x, split = blockIdx.y, first_head = blockIdx.z * HEADS;
+    const int row = first_row + blockIdx.x, split = blockIdx.y, first_head = blockIdx.z * HEADS;
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     const int depth = depths[row], prefix = *prefix_len;
     const int start = split * SPLIT;
@@ -94,7 +95,7 @@ extern "C" __global__ void attend_split(const float* __restrict__ queries,    //
         __syncthreads();
     }
 
-    const size_t at = (size_t(row) * gridDim.y + split) * heads + first_head;
+    const size_t at = (size_t(blockIdx.x) * gridDim.y + split) * heads + first_head;
 #pragma unroll
     for (int i = 0; i < MAX_DIMS; ++i)
 #pragma unroll
@@ -107,16 +108,16 @@ extern "C" __global__ void attend_split(const float* __restrict__ queries,    //
     }
 }
 
-extern "C" __global__ void combine_splits(const float* __restrict__ partial,   // [N, splits, heads, kv_lora]
-                                          const float* __restrict__ stats,     // [N, splits, heads, 2]
+extern "C" __global__ void combine_splits(const float* __restrict__ partial,   // [rows, splits, heads, kv_lora]
+                                          const float* __restrict__ stats,     // [rows, splits, heads, 2]
                                           const int* __restrict__ prefix_len,  // [1]
                                           const int* __restrict__ depths,      // [N], −1 in padding
                                           float* __restrict__ output,          // [N, heads, kv_lora]
-                                          int splits, int kv_lora)
+                                          int first_row, int splits, int kv_lora)
 {
-    const int row = blockIdx.x, head = blockIdx.y, heads = gridDim.y;
+    const int row = first_row + blockIdx.x, head = blockIdx.y, heads = gridDim.y;
     const int used = depths[row] < 0 ? 0 : (*prefix_len + depths[row]) / SPLIT + 1;
-    const float* stat = stats + (size_t(row) * splits * heads + head) * 2;
+    const float* stat = stats + (size_t(blockIdx.x) * splits * heads + head) * 2;
     float highest = -INFINITY, sum = 0.0f;
     for (int split = 0; split < used; ++split)
         highest = fmaxf(highest, stat[size_t(split) * heads * 2]);
@@ -125,7 +126,7 @@ extern "C" __global__ void combine_splits(const float* __restrict__ partial,   /
     for (int d = threadIdx.x; d < kv_lora; d += blockDim.x) {
         float total = 0.0f;
         for (int split = 0; split < used; ++split)
-            total = fmaf(partial[((size_t(row) * splits + split) * heads + head) * kv_lora + d],
+            total = fmaf(partial[((size_t(blockIdx.x) * splits + split) * heads + head) * kv_lora + d],
                          expf(stat[size_t(split) * heads * 2] - highest), total);
         output[(size_t(row) * heads + head) * kv_lora + d] = used ? total / sum : 0.0f;
     }

@@ -8,6 +8,8 @@ from kdtree_nb.reference import attention as reference
 SPLIT, HEADS, THREADS = 512, 8, 256
 """Positions in a split, heads and threads in a block, as in ``tree_attention.cu``."""
 MAX_KV_LORA = 1024
+SCRATCH_BYTES = 2**28
+"""Of the partial sums of one launch; rows that do not fit go into the next."""
 _attend_split, _combine_splits = (Kernel("tree_attention.cu", name) for name in ("attend_split", "combine_splits"))
 
 
@@ -53,15 +55,18 @@ def tree_attention(
     output = xp.empty((nodes, heads, kv_lora_rank), np.float32)
     if not output.size:
         return output
-    partial = xp.empty((nodes, splits, heads, kv_lora_rank), np.float32)
-    stats = xp.empty((nodes, splits, heads, 2), np.float32)
-    _attend_split(
-        (nodes, splits, -(-heads // HEADS)),
-        (THREADS,),
-        (queries, cache, prefix_len, parents, depths, partial, stats)
-        + (np.int32(heads), np.int32(kv_lora_rank), np.int32(latent), np.float32(scale)),
-        shared_bytes=HEADS * latent * 4,
-    )
-    sizes = (np.int32(splits), np.int32(kv_lora_rank))
-    _combine_splits((nodes, heads), (128,), (partial, stats, prefix_len, depths, output, *sizes))
+    rows = max(1, min(nodes, SCRATCH_BYTES // (4 * splits * heads * kv_lora_rank)))
+    partial = xp.empty((rows, splits, heads, kv_lora_rank), np.float32)
+    stats = xp.empty((rows, splits, heads, 2), np.float32)
+    for first in range(0, nodes, rows):
+        count, first_row = min(rows, nodes - first), np.int32(first)
+        _attend_split(
+            (count, splits, -(-heads // HEADS)),
+            (THREADS,),
+            (queries, cache, prefix_len, parents, depths, partial, stats, first_row)
+            + (np.int32(heads), np.int32(kv_lora_rank), np.int32(latent), np.float32(scale)),
+            shared_bytes=HEADS * latent * 4,
+        )
+        sizes = (first_row, np.int32(splits), np.int32(kv_lora_rank))
+        _combine_splits((count, heads), (128,), (partial, stats, prefix_len, depths, output, *sizes))
     return output

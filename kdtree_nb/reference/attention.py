@@ -48,11 +48,10 @@ def tree_attention(
     queries = queries[:nodes, None]  # [nodes, splits, heads, kv_lora + rope]
 
     prefix = cache[: prefix_len // SPLIT * SPLIT].reshape(1, -1, SPLIT, cache.shape[1])
-    tail, visible = _tail(cache, prefix_len, parents[:nodes])
-    splits = prefix.shape[1]
-    scores = np.concatenate([queries @ prefix.swapaxes(2, 3), queries @ tail.swapaxes(2, 3)], axis=1)
+    slots, mask = _tail(prefix_len, parents[:nodes].astype(np.int32).tobytes())
+    tail, splits = cache.take(slots, axis=0), prefix.shape[1]
+    scores = np.concatenate([queries @ prefix.swapaxes(2, 3), queries @ tail.swapaxes(2, 3) + mask], axis=1)
     scores *= scores.dtype.type(scale)  # [nodes, splits, heads, SPLIT]
-    scores[:, splits:] = np.where(visible[:, :, None], scores[:, splits:], -np.inf)
 
     weights = np.exp(scores - scores.max(axis=(1, 3), keepdims=True))
     values = np.concatenate(
@@ -63,25 +62,22 @@ def tree_attention(
     return output
 
 
-def _tail(cache: np.ndarray, prefix_len: int, parents: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+@lru_cache(maxsize=2)  # every layer asks for the same tree
+def _tail(prefix_len: int, parents: bytes) -> tuple[np.ndarray, np.ndarray]:
     """Each node's keys from the last full split of the prefix on, in the order of their positions.
 
-    Returns keys [nodes, splits, SPLIT, kv_lora + rope], zeros where there is none, and visible [nodes, splits, SPLIT].
+    Returns their cache rows [nodes, splits, SPLIT], and a mask [nodes, splits, 1, SPLIT] to add to scores: −∞ behind
+    the last key, where the node's own row stands in (as no other row is sure to be finite where the node's is).
     """
-    slots = _tail_slots(prefix_len, parents.astype(np.int32).tobytes())
-    visible = slots >= 0
-    return np.where(visible[..., None], cache[slots], 0), visible
-
-
-@lru_cache(maxsize=2)  # every layer asks for the same tree
-def _tail_slots(prefix_len: int, parents: bytes) -> np.ndarray:
-    """Cache rows of :func:`_tail`'s keys, −1 where there is none."""
     paths = ancestors(np.frombuffer(parents, np.int32))
     committed = np.arange(prefix_len // SPLIT * SPLIT, prefix_len)
     committed = np.broadcast_to(committed, (len(paths), len(committed)))
     slots = np.concatenate([committed, np.where(paths >= 0, prefix_len + paths, -1)], axis=1)
     slots = np.pad(slots, ((0, 0), (0, -slots.shape[1] % SPLIT)), constant_values=-1)
-    return slots.reshape(len(paths), -1, SPLIT)
+    own = prefix_len + np.arange(len(paths))[:, None]
+    mask = np.where(slots >= 0, np.float32(0), np.float32(-np.inf))
+    by_split = (len(paths), -1, SPLIT)
+    return np.where(slots >= 0, slots, own).reshape(by_split), mask.reshape(by_split)[:, :, None]
 
 
 def _sum_splits(parts: np.ndarray) -> np.ndarray:

@@ -49,7 +49,8 @@ def linear(x: np.ndarray, weight: Tiles) -> np.ndarray:
     blocks = -(-tokens // ROWS)
     rows = np.zeros((*stack, blocks * ROWS, in_features), x.dtype)
     rows[..., :tokens, :] = x
-    rows = rows.reshape(*stack, blocks, 1, ROWS, in_features)
-    products = rows @ weight.values[..., None, :, :, :]  # [..., blocks, tiles, 4, 64]
-    products = products.swapaxes(-2, -3).reshape(*stack, blocks * ROWS, weight.values.shape[-3] * COLUMNS)
-    return products[..., :tokens, : weight.out_features]
+    rows = rows.reshape(*stack, 1, blocks, ROWS, in_features)
+    products = rows @ weight.values[..., None, :, :]  # [..., tiles, blocks, 4, 64]: a tile meets all rows while cached
+    tiles = weight.values.shape[-3]
+    by_tile = products.reshape(*stack, tiles, blocks * ROWS, COLUMNS)[..., :tokens, :]
+    return by_tile.swapaxes(-2, -3).reshape(*stack, tokens, tiles * COLUMNS)[..., : weight.out_features]

@@ -10,7 +10,7 @@ from kdtree_nb.config import ModelConfig
 def sigmoid(x: np.ndarray) -> np.ndarray:
     """1 / (1 + e^-x); where e^-x overflows to infinity, the result is the right 0."""
     with np.errstate(over="ignore"):
-        return 1 / (1 + np.exp(-x))
+        return np.reciprocal(1 + np.exp(-x))
 
 
 def swiglu(gate: np.ndarray, up: np.ndarray) -> np.ndarray:
@@ -38,10 +38,10 @@ def moe_route(logits: np.ndarray, bias: np.ndarray, config: ModelConfig) -> tupl
     if config.n_group > 1:
         choice = _keep_best_groups(choice, config)
     expert_ids = np.argsort(-choice, axis=1, kind="stable")[:, : config.num_experts_per_tok]
-    weights = np.take_along_axis(scores, expert_ids, axis=1)
+    weights = scores[np.arange(len(scores))[:, None], expert_ids]
     if config.norm_topk_prob:
-        weights = weights / (_sum_in_order(weights, axis=1)[:, None] + scores.dtype.type(1e-20))
-    return expert_ids.astype(np.int32), weights * scores.dtype.type(config.routed_scaling_factor)
+        weights = weights / (_sum_in_order(weights)[:, None] + 1e-20)
+    return expert_ids.astype(np.int32), weights * config.routed_scaling_factor
 
 
 def moe(
@@ -59,32 +59,25 @@ def moe(
     expert : callable
         ``expert(id, rows [n, hidden]) -> [n, hidden]``; called once for each expert that was chosen.
     """
-    pairs = expert_ids.ravel()  # pair p is choice p mod top_k of token p div top_k
-    by_expert = np.argsort(pairs, kind="stable")
-    ends = np.bincount(pairs).cumsum()
-    rows = x[by_expert // expert_ids.shape[1]]
-    outputs = np.empty_like(rows)
-    start = 0
-    for chosen, end in enumerate(ends):
-        if end > start:
-            outputs[by_expert[start:end]] = expert(chosen, rows[start:end])
-            start = end
-    return _sum_in_order(outputs.reshape(*expert_ids.shape, x.shape[1]) * weights[:, :, None], axis=1)
+    outputs = np.empty((*expert_ids.shape, x.shape[1]), x.dtype)
+    for chosen in set(expert_ids.ravel().tolist()):
+        tokens, choices = np.nonzero(expert_ids == chosen)
+        outputs[tokens, choices] = expert(chosen, x.take(tokens, axis=0))
+    return _sum_in_order(outputs * weights[:, :, None])
 
 
 def _keep_best_groups(choice: np.ndarray, config: ModelConfig) -> np.ndarray:
     grouped = choice.reshape(len(choice), config.n_group, config.n_routed_experts // config.n_group)
-    group_scores = _sum_in_order(np.sort(grouped, axis=2)[:, :, -2:], axis=2)
+    group_scores = _sum_in_order(np.sort(grouped, axis=2)[:, :, -2:].swapaxes(1, 2))
     kept = np.argsort(-group_scores, axis=1, kind="stable")[:, : config.topk_group]
     mask = np.zeros(group_scores.shape, bool)
     np.put_along_axis(mask, kept, True, axis=1)
     return np.where(mask[:, :, None], grouped, -np.inf).reshape(choice.shape)
 
 
-def _sum_in_order(x: np.ndarray, axis: int) -> np.ndarray:
-    """A sum from first to last: NumPy's own is pairwise or not, depending on the array's layout."""
-    terms = np.moveaxis(x, axis, 0)
-    total = terms[0].copy()
-    for term in terms[1:]:
-        total += term
+def _sum_in_order(x: np.ndarray) -> np.ndarray:
+    """Sum [tokens, terms, ...] from first to last: NumPy's own is pairwise or not, depending on the array's layout."""
+    total = x[:, 0].copy()
+    for term in range(1, x.shape[1]):
+        total += x[:, term]
     return total

@@ -14,5 +14,5 @@ def rms_norm(x: np.ndarray, weight: np.ndarray, eps: float) -> np.ndarray:
     x : float [..., features]
     weight : float [features]
     """
-    mean_square = np.square(x).sum(axis=-1, keepdims=True) / x.dtype.type(x.shape[-1])
-    return x / np.sqrt(mean_square + x.dtype.type(eps)) * weight
+    mean_square = np.square(x).sum(axis=-1, keepdims=True) / x.shape[-1]
+    return x / np.sqrt(mean_square + eps) * weight

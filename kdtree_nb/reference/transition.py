@@ -48,21 +48,26 @@ def condition(
         If the shapes do not fit; the message names them.
     """
     check_condition(log_probs, token_ids, gates, parent_table, child_table)
+    token_ids = np.where(log_probs > -np.inf, token_ids, 0)
+    gated = parent_table[token_ids[:-1]] + gates[1:, None]  # [L − 1, K, rank]
+    scores = (gated * sigmoid(gated)) @ child_table[token_ids[1:]].swapaxes(1, 2)
+    return reweigh(log_probs, scores)
+
+
+def reweigh(log_probs: np.ndarray, scores: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """The conditionals of :func:`condition`, from marginals [L, K] and scores float32 [L − 1, K, K] of each pair."""
     depth_limit, width = log_probs.shape
+    adjusted = log_probs[1:, None] + scores
+    with np.errstate(divide="ignore"):
+        tail = np.log(np.maximum(0, 1 - np.exp(log_probs[1:]).sum(axis=1)))  # one more candidate, which no score moves
+    rest = np.broadcast_to(tail[:, None, None], (*adjusted.shape[:2], 1))
+    terms = np.concatenate([adjusted, rest], axis=2)
+    highest = terms.max(axis=2, keepdims=True)
+    log_sum = np.log(np.exp(terms - highest).sum(axis=2, keepdims=True))
     conditionals = np.full((depth_limit, width, width), -np.inf, np.float32)
     conditionals[:1, :1] = log_probs[:1, None]
-    possible = log_probs > -np.inf
-    for depth in range(1, depth_limit):
-        parents, candidates = np.flatnonzero(possible[depth - 1]), np.flatnonzero(possible[depth])
-        marginal = log_probs[depth, candidates]
-        gated = parent_table[token_ids[depth - 1, parents]] + gates[depth]
-        adjusted = marginal + (gated * sigmoid(gated)) @ child_table[token_ids[depth, candidates]].T
-        with np.errstate(divide="ignore"):
-            tail = np.log(np.maximum(0, 1 - np.exp(marginal).sum()))  # one more candidate, which no score moves
-        terms = np.concatenate([adjusted, np.full((len(parents), 1), tail, np.float32)], axis=1)
-        highest = terms.max(axis=1, keepdims=True)
-        log_sum = np.log(np.exp(terms - highest).sum(axis=1, keepdims=True))
-        conditionals[depth][np.ix_(parents, candidates)] = np.minimum(adjusted - highest - log_sum, 0)
+    conditionals[1:] = np.minimum(adjusted - highest - log_sum, 0)
+    conditionals[1:][log_probs[:-1] == -np.inf] = -np.inf
     children = np.argsort(-conditionals, axis=2, kind="stable")
     return np.take_along_axis(conditionals, children, axis=2), children.astype(np.int32)
 

@@ -207,6 +207,20 @@ def test_a_cut_keeps_what_it_should_and_all_of_it(device):
     assert sorted(set(run(device, equal, temperature=1.0, top_k=8, top_p=0.5).tolist())) == [0, 1, 2, 3]
 
 
+def test_weights_are_rounded_to_the_nearest_unit(device):
+    """A token and three equal ones: top_p is a third of a unit above the share of the first two, so a third is kept.
+
+    Were weights rounded down, that share would grow by more than this, and two be enough.
+    """
+    tie = next(x for x in np.arange(-0.7, -0.6, 1e-3, np.float32) if 0.6 < np.exp(float(x)) * 2**40 % 1 < 0.9)
+    one, mass = 2**40, round(np.exp(float(tie)) * 2**40)
+    top_p = (one + mass + 1 / 3) / (one + 3 * mass)
+    assert top_p * (one + 3 * mass) > one + mass
+    assert top_p * (one + 3 * (mass - 1)) < one + (mass - 1)
+    row = np.array([0, tie, tie, tie], np.float32)
+    assert sorted(set(run(device, np.tile(row, (60, 1)), temperature=1.0, top_p=top_p).tolist())) == [0, 1, 2]
+
+
 @pytest.mark.parametrize("cut", [{"top_k": 9}, {"top_p": 0.8}], ids=str)
 def test_a_cut_does_not_depend_on_the_rows_beside_it(device, cut):
     logits = np.random.default_rng(3).normal(0, 2, (12, 517)).astype(np.float32)

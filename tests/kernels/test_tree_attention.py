@@ -269,6 +269,15 @@ def test_any_order_of_threads(device):
     device.every_schedule(lambda: [tree_attention(queries, cache, *columns, 32, SCALE)])
 
 
+def test_rows_in_several_launches(device, monkeypatch):
+    rng = np.random.default_rng(3)
+    parents, queries = random_tree(rng, 11), rng.standard_normal((11, 3, 16)).astype(np.float32)
+    cache = random_cache(rng, 600, 16, 600)
+    at_once = run(device, queries, cache, 520, parents, 12)
+    monkeypatch.setattr("kdtree_nb.kernels.tree_attention.SCRATCH_BYTES", 4 * 2 * 3 * 12 * 4)  # four rows
+    assert_same_bits(run(device, queries, cache, 520, parents, 12), at_once)
+
+
 def test_no_rows(device):
     assert run(device, np.zeros((0, 2, 8), np.float32), np.zeros((9, 8), np.float32), 3, np.zeros(0), 6).shape == (
         0,
