@@ -205,21 +205,22 @@ def first_children(walks: Sequence[Walk]) -> dict[str, dict[str, float | int | N
     Returns
     -------
     dict
-        By where the parent stands: the ``root``; else on the ``spine``, the most probable sibling at each depth; else
-        at a ``sibling`` of it, or below one. ``parents``: how many were accepted and have a child; ``right``: the share
-        whose first child was accepted too; ``drafted``: the mean probability that it was drafted with.
+        By where the parent stands: the ``root``; on the ``spine``, the most probable of its siblings, as are all its
+        ancestors; a ``sibling``, which is not the most probable; or ``below`` one, but the most probable itself.
+        ``parents``: how many were accepted and have a child; ``right``: the share whose first child was accepted too;
+        ``drafted``: the mean probability that it was drafted with, given its parent.
     """
-    asked: dict[str, list[tuple[bool, float]]] = {"root": [], "spine": [], "sibling": []}
+    asked: dict[str, list[tuple[bool, float]]] = {"root": [], "spine": [], "sibling": [], "below": []}
     for tree, path in walks:
-        ranks, accepted, kind = sibling_ranks(tree), set(path.tolist()), "root"
-        for parent in path.tolist():
-            if parent:
-                kind = "spine" if kind != "sibling" and ranks[parent] == 0 else "sibling"
+        ranks, accepted = sibling_ranks(tree), set(path.tolist())
+        for depth, parent in enumerate(path.tolist()):
             children = np.flatnonzero(tree.parents == parent)
             if len(children):
+                on_spine = not ranks[path[: depth + 1]].any()
+                kind = "root" if not depth else "spine" if on_spine else "sibling" if ranks[parent] else "below"
                 first = int(children[0])
                 asked[kind].append((first in accepted, float(np.exp(tree.scores[first] - tree.scores[parent]))))
-    answers = {}
+    answers: dict[str, dict[str, float | int | None]] = {}
     for kind, of_kind in asked.items():
         right, drafted = zip(*of_kind, strict=True) if of_kind else ((), ())
         answers[kind] = {"parents": len(of_kind), "right": _mean(right), "drafted": _mean(drafted)}
