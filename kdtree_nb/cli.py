@@ -3,8 +3,9 @@
 import json
 import sys
 import time
+from functools import partial
 from pathlib import Path
-from typing import Annotated, NoReturn
+from typing import Annotated, Any, NoReturn
 
 import typer
 from rich.console import Console
@@ -27,6 +28,11 @@ out, err = Console(highlight=False, width=None if sys.stdout.isatty() else 120),
 
 BundlePath = Annotated[Path, typer.Argument(help="A .kdtr file, a .kdtr.index.json, or the folder of one.")]
 Device = Annotated[str, typer.Option(help="auto, cuda, cpu or emulated (the CUDA source, run on this CPU).")]
+BUDGET = "INTEGER|auto"
+
+
+def _node_budget(text: str) -> int | str:
+    return text if text == "auto" else int(text)
 
 
 @app.command()
@@ -34,13 +40,13 @@ def demo(
     figure: Annotated[Path, typer.Option(help="Where the figure goes.")] = Path("demo.png"), device: Device = "auto"
 ) -> None:
     """Verify the golden files, generate with every decoder, compare them, and draw one figure."""
-    from kdtree_nb.demo import compare, draw, trained_bundle
+    from kdtree_nb.demo import NEW_TOKENS, compare, draw, trained_bundle
     from kdtree_nb.engine import Engine
 
     started, golden = time.perf_counter(), folder()
     if not figure.absolute().parent.is_dir():
         raise ValueError(f"demo: --figure {figure}: no such folder")
-    passed = _verify(golden, device)
+    passed = _verify(golden, device, new_tokens=NEW_TOKENS)
     engine = Engine.load(trained_bundle(golden), device)
     table = Table("domain", "decoder", "target forwards", "τ", "tokens/s", "same tokens")
     comparisons = []
@@ -72,11 +78,12 @@ def demo(
 def verify(
     golden: Annotated[Path | None, typer.Option(help="Folder of golden files; the repository's by default.")] = None,
     device: Device = "auto",
+    tokens: Annotated[int | None, typer.Option(min=2, help="A held-out text; 500 by default, emulated 48.")] = None,
     json_file: Annotated[Path | None, typer.Option("--json", help="Record device, versions and results here.")] = None,
     soak_rounds: Annotated[int, typer.Option("--soak", help="Then run this many rounds of random trees.")] = 0,
     show: Annotated[bool, typer.Option("--show", help="Print what golden/measurements/ records, and stop.")] = False,
 ) -> None:
-    """Check every golden bundle: checksums, then each decoder against the specification's tokens and logits."""
+    """Check every golden bundle: checksums, each decoder and the trained drafter against the specification."""
     from kdtree_nb.record import record, recorded
 
     golden = golden or folder()
@@ -85,11 +92,11 @@ def verify(
             out.print(escape(line), soft_wrap=True)
         return
     lines: list[str] = []
-    passed = _verify(golden, device, lines)
+    passed = _verify(golden, device, tokens, lines)
     if soak_rounds:
         passed &= _soak(golden, device, soak_rounds, lines)
     if json_file is not None:
-        record(json_file, device, passed, lines)
+        record(json_file, device, lines, passed=passed)
     if not passed:
         raise typer.Exit(1)
 
@@ -100,7 +107,12 @@ def generate(
     prompt_file: Annotated[Path | None, typer.Option(help="A file with the prompt.")] = None,
     bundle: Annotated[Path | None, typer.Option(help="A bundle; the repository's trained model by default.")] = None,
     decoder: Annotated[str, typer.Option(help="ar, chain or ddtree; the text is the same.")] = "ddtree",
-    node_budget: Annotated[int, typer.Option(help="Drafted nodes a round, the root not counted.")] = 16,
+    node_budget: Annotated[
+        Any, typer.Option(parser=_node_budget, metavar=BUDGET, help="Drafted nodes a round, the root not counted.")
+    ] = 16,
+    drafter: Annotated[
+        str | None, typer.Option(help="A drafter's bundle, or lookup; by default the one beside the bundle, if any.")
+    ] = None,
     max_new_tokens: Annotated[int, typer.Option(help="Where to stop, if the text does not end before.")] = 64,
     temperature: Annotated[float, typer.Option(help="0: the most probable token; above: samples.")] = 0.0,
     seed: Annotated[int, typer.Option(help="Of the samples.")] = 0,
@@ -113,10 +125,11 @@ def generate(
     from tokenizers.decoders import DecodeStream
 
     from kdtree_nb.demo import trained_bundle
-    from kdtree_nb.engine import Engine
+    from kdtree_nb.engine import Engine, PromptLookup
 
     text = _prompt(prompt, prompt_file)
-    engine = Engine.load(bundle or trained_bundle(folder()), device)
+    path = None if drafter == "lookup" else drafter
+    engine = Engine.load(bundle or trained_bundle(folder()), device, drafter=path)
     stream = DecodeStream(skip_special_tokens=True)
 
     def show(token: int) -> None:
@@ -124,7 +137,10 @@ def generate(
             sys.stdout.write(stream.step(engine.tokenizer, token) or "")
             sys.stdout.flush()
 
-    run = engine.generate(text, decoder, node_budget, max_new_tokens, temperature, seed, top_k, top_p, on_token=show)
+    drafts = PromptLookup() if drafter == "lookup" else engine.drafter
+    run = engine.generate(
+        text, decoder, node_budget, max_new_tokens, temperature, seed, top_k, top_p, drafts, on_token=show
+    )
     if as_json:
         statistics = {
             "prompt": text,
@@ -133,6 +149,7 @@ def generate(
             "finish_reason": run.finish_reason,
             "decoder": decoder,
             "node_budget": node_budget,
+            "drafter": type(drafts).__name__,
             "temperature": temperature,
             "seed": seed,
             "top_k": top_k,
@@ -202,6 +219,69 @@ def bench_resources(
         json_file.write_text(json.dumps([row._asdict() | {"used": vars(row.used)} for row in rows], indent=1) + "\n")
 
 
+@bench.command("acceptance")
+def bench_acceptance(
+    domain: Annotated[list[str] | None, typer.Option(help="Of the held-out prompts; all by default.")] = None,
+    decoder: Annotated[
+        list[str] | None, typer.Option(help="plain, ngram, chain, marginal (no transition head), ddtree; all.")
+    ] = None,
+    node_budget: Annotated[
+        list[Any] | None, typer.Option(parser=_node_budget, metavar=BUDGET, help="4 to 256 and auto by default.")
+    ] = None,
+    prompts: Annotated[int, typer.Option(min=1, help="Of each domain, at most.")] = 12,
+    tokens: Annotated[int, typer.Option(min=1, help="New tokens of each prompt.")] = 64,
+    temperature: Annotated[float, typer.Option(help="0: the most probable token; above: samples.")] = 0.0,
+    device: Device = "auto",
+    json_file: Annotated[Path | None, typer.Option("--json", help="Record device, versions and results here.")] = None,
+) -> None:
+    """Accepted drafts on held-out prompts: every decoder at every budget. Options but the last six may be repeated."""
+    from rich.progress import Progress
+
+    from kdtree_nb.acceptance import cells, measure, over_domains
+    from kdtree_nb.demo import trained_bundle
+    from kdtree_nb.engine import Engine
+    from kdtree_nb.golden import held_out_prompts
+    from kdtree_nb.record import record
+
+    wanted, path = cells(decoder or [], node_budget or []), trained_bundle(folder())
+    held_out = held_out_prompts(path.parent)
+    for name in domain or []:
+        if name not in held_out:
+            raise ValueError(f"bench acceptance: domain={name!r}, expected one of {', '.join(held_out)}")
+    chosen = {name: held_out[name][:prompts] for name in domain or held_out}
+    engine = Engine.load(path, device)
+    with Progress(console=err, transient=True, redirect_stdout=False) as bar:
+        task = bar.add_task("", total=len(wanted) * sum(map(len, chosen.values())))
+        step = partial(bar.update, task, advance=1)
+        results = list(measure(engine, chosen, wanted, tokens, temperature, lambda doing: step(description=doing)))
+    columns = ("τ", "τ ≤ 32", "τ > 32", "forwards", "drafted", "tokens/s", "distinct bigrams")
+    keys = (
+        "tau",
+        "tau_first_32",
+        "tau_after_32",
+        "target_forwards",
+        "drafted",
+        "tokens_per_second",
+        "distinct_bigrams",
+    )
+    table = Table("domain", "decoder", "B", *columns)
+    rows = [*results, *over_domains(results)]
+    for row, following in zip(rows, [*rows[1:], None], strict=True):
+        values = ["" if row[key] is None else f"{row[key]:.{2 * (type(row[key]) is float)}f}" for key in keys]
+        last = following is None or following["domain"] != row["domain"]
+        table.add_row(row["domain"], row["decoder"], str(row["node_budget"]), *values, end_section=last)
+    out.print(table)
+    if json_file is not None:
+        settings = {
+            "bundle": path.name,
+            "drafter": repr(engine.drafter),
+            "prompts": {name: len(texts) for name, texts in chosen.items()},
+            "tokens": tokens,
+            "temperature": temperature,
+        }
+        record(json_file, device, results, settings=settings)
+
+
 @app.command()
 def doctor() -> None:
     """Check this machine: what is there, what is missing, and what to do about it."""
@@ -226,18 +306,21 @@ def main() -> NoReturn:
     sys.exit(0)
 
 
-def _verify(golden: Path, device: str, lines: list[str] | None = None) -> bool:
+def _verify(golden: Path, device: str, new_tokens: int | None, lines: list[str] | None = None) -> bool:
     from kdtree_nb.verify import verify as run_checks
 
     passed, current = True, None
-    for path, check in run_checks(golden, device):
-        if path != current:
-            out.print(f"[bold]{escape(path.name)}[/bold]")
-            current = path
-        print(check, flush=True)
-        passed &= check.passed
-        if lines is not None:
-            lines.append(f"{path.name}  {check}")
+    with err.status("verify") as status:
+        for path, check in run_checks(golden, device, new_tokens, lambda doing: status.update(escape(doing))):
+            status.stop()  # it would send what is printed to standard error
+            if path != current:
+                out.print(f"[bold]{escape(path.name)}[/bold]")
+                current = path
+            print(check, flush=True)
+            status.start()
+            passed &= check.passed
+            if lines is not None:
+                lines.append(f"{path.name}  {check}")
     return passed
 
 

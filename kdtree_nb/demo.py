@@ -1,6 +1,5 @@
 """The main job in one command: verify, generate with every decoder, compare, draw."""
 
-import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -8,7 +7,7 @@ from typing import NamedTuple
 from kdtree_nb import plotting
 from kdtree_nb.engine import Engine, Generation
 from kdtree_nb.engine.decode import DECODERS
-from kdtree_nb.golden import SUFFIX, load_cases
+from kdtree_nb.golden import SUFFIX, held_out_prompts, load_cases
 from kdtree_nb.verify import LOGIT_TOLERANCE, logit_differences
 
 NEW_TOKENS = 64
@@ -34,11 +33,7 @@ def trained_bundle(golden: Path) -> Path:
 
 def compare(engine: Engine, golden: Path) -> Iterator[Comparison]:
     """Continue the first held-out prompt of each domain with every decoder."""
-    prompts = json.loads((golden / "kdt16m" / "prompts.json").read_text(encoding="utf-8"))
-    first: dict[str, str] = {}
-    for prompt in prompts:
-        first.setdefault(prompt["domain"], prompt["text"])
-    for domain, text in first.items():
+    for domain, (text, *_) in held_out_prompts(golden / "kdt16m").items():
         engine.generate(text, max_new_tokens=NEW_TOKENS)  # loads the experts that this text needs
         runs = {decoder: engine.generate(text, decoder, max_new_tokens=NEW_TOKENS) for decoder in DECODERS}
         yield Comparison(domain, text, runs)

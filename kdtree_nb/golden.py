@@ -3,6 +3,7 @@
 A bundle ``NAME.kdtr`` has its golden file ``NAME.golden.safetensors`` beside it.
 """
 
+import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -55,6 +56,14 @@ def golden_files(root: Path) -> list[Path]:
 def bundle_of(golden: Path) -> Path:
     """The bundle that a golden file is about."""
     return golden.with_name(golden.name.removesuffix(SUFFIX) + ".kdtr")
+
+
+def held_out_prompts(model_folder: Path) -> dict[str, list[str]]:
+    """Texts that a trained model has not seen, by domain: the ``prompts.json`` beside its bundle."""
+    by_domain: dict[str, list[str]] = {}
+    for prompt in json.loads((model_folder / "prompts.json").read_text(encoding="utf-8")):
+        by_domain.setdefault(prompt["domain"], []).append(prompt["text"])
+    return by_domain
 
 
 def make_cases(

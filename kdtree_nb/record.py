@@ -15,12 +15,14 @@ from kdtree_nb.engine.device import Device
 PACKAGES = ("numpy", "cupy-cuda12x", "cupy-cuda13x")
 
 
-def record(path: Path, device: str, passed: bool, lines: list[str]) -> None:
-    """Write the lines of a run, with device, versions, date and commit."""
-    found = {"device": Device.named(device).description(), "versions": versions(), "commit": commit(), "passed": passed}
-    found["date"] = datetime.now(UTC).strftime("%Y-%m-%d")
+def record(path: Path, device: str, results: list[Any], **about: Any) -> None:
+    """Write results, a line each, with device, versions, commit, date, and what else is to be known about them."""
+    known = {"device": Device.named(device).description(), "versions": versions(), "commit": commit()}
+    known["date"] = datetime.now(UTC).strftime("%Y-%m-%d")
+    head = json.dumps({**known, **about}, indent=1).removesuffix("\n}")
+    lines = ",\n  ".join(json.dumps(result) for result in results)
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps({**found, "results": lines}, indent=1) + "\n", encoding="utf-8")
+    path.write_text(f'{head},\n "results": [\n  {lines}\n ]\n}}\n', encoding="utf-8")
 
 
 def recorded(folder: Path) -> Iterator[str]:

@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from kdtree_nb.engine import Engine, Oracle
+from kdtree_nb.engine import DFlash, Drafter, Engine, Oracle
 from kdtree_nb.engine.engine import MAX_NODE_BUDGET
 
 WARM_UP_TEXTS = 20
@@ -30,6 +30,8 @@ class Soak(NamedTuple):
 def soak(engine: Engine, rounds: int, seed: int = 0, progress: Callable[[int], None] | None = None) -> Soak:
     """Decode random prompts by ``ar``, then by ``chain`` or ``ddtree`` with a drafter that is wrong on purpose.
 
+    An engine with a trained drafter takes that one every other time.
+
     Parameters
     ----------
     rounds : int
@@ -47,7 +49,9 @@ def soak(engine: Engine, rounds: int, seed: int = 0, progress: Callable[[int], N
         budget = int(min(MAX_NODE_BUDGET, random.geometric(0.05)))
         width, hit_rate = int(random.integers(1, 12)), float(random.uniform(0, 1))
         answer = np.concatenate([prompt, plain.tokens])
-        drafter = Oracle(answer, vocab_size, int(random.integers(1, 16)), width, hit_rate, seed=done)
+        drafter: Drafter = Oracle(answer, vocab_size, int(random.integers(1, 16)), width, hit_rate, seed=done)
+        if isinstance(engine.drafter, DFlash) and texts % 2:
+            drafter = engine.drafter
         decoder = "chain" if random.random() < 0.25 else "ddtree"
         own = engine.generate(prompt, decoder, budget, length, drafter=drafter, keep_logits=True)
         mismatches += own.tokens != plain.tokens or not np.array_equal(own.logits, plain.logits)  # type: ignore[arg-type]

@@ -1,17 +1,30 @@
 """The golden checks: the engine against what the specification gave."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 
 from kdtree_nb.bundle import BundleError
-from kdtree_nb.engine import Engine, Generation, Oracle
-from kdtree_nb.golden import GoldenCase, bundle_of, golden_files, load_cases
+from kdtree_nb.engine import DFlash, Drafter, Engine, Generation, Oracle, Proposal
+from kdtree_nb.engine.cache import LatentCache
+from kdtree_nb.engine.decode import DECODERS
+from kdtree_nb.golden import GoldenCase, bundle_of, golden_files, held_out_prompts, load_cases
+from kdtree_nb.kernels.launch import Array
+from kdtree_nb.reference.drafter import draft_rows
+from kdtree_nb.reference.model import hidden_states
+from kdtree_nb.reference.sampling import log_softmax, top_k
+from kdtree_nb.reference.transition import condition
 
 LOGIT_TOLERANCE = 1e-3
 NODE_BUDGET = 16
+NEW_TOKENS, EMULATED_TOKENS = 500, 48
+"""Of each held-out text; the emulated device is by far the slowest."""
+PROMPT_TOKENS = 12
+"""Of a held-out prompt: the trained model's 512 positions leave room for 500 more."""
+
+Progress = Callable[[str], None]
 
 
 class Check(NamedTuple):
@@ -25,8 +38,10 @@ class Check(NamedTuple):
         return f"{'PASS' if self.passed else 'FAIL'}  {self.name:<12}  {self.detail}"
 
 
-def verify(root: Path, device: str = "auto") -> Iterator[tuple[Path, Check]]:
-    """Check every bundle that has a golden file below a folder.
+def verify(
+    root: Path, device: str = "auto", new_tokens: int | None = None, progress: Progress | None = None
+) -> Iterator[tuple[Path, Check]]:
+    """Check every bundle that has a golden file below a folder; other arguments as :func:`verify_bundle` has them.
 
     Yields
     ------
@@ -41,12 +56,28 @@ def verify(root: Path, device: str = "auto") -> Iterator[tuple[Path, Check]]:
     if not golden:
         raise FileNotFoundError(f"no golden file below {root}: `make golden` writes them")
     for path in golden:
-        for check in verify_bundle(bundle_of(path), load_cases(path), device):
+        for check in verify_bundle(bundle_of(path), load_cases(path), device, new_tokens, progress):
             yield bundle_of(path), check
 
 
-def verify_bundle(path: Path, cases: list[GoldenCase], device: str = "auto") -> Iterator[Check]:
-    """A bundle's checksums, then each decoder against the golden tokens and logits."""
+def verify_bundle(
+    path: Path,
+    cases: list[GoldenCase],
+    device: str = "auto",
+    new_tokens: int | None = None,
+    progress: Progress | None = None,
+) -> Iterator[Check]:
+    """A bundle's checksums, each decoder against the golden tokens and logits, and the trained drafter, if it has one.
+
+    Parameters
+    ----------
+    new_tokens : int, optional
+        Of each held-out text that the trained drafter is tried on: 500 by default, 48 on the emulated device.
+    progress : callable, optional
+        Called with what comes next.
+    """
+    say = progress or (lambda _: None)
+    say(f"{path.name}: checksums")
     try:
         engine = Engine.load(path, device)
         engine.bundle.verify()
@@ -55,6 +86,7 @@ def verify_bundle(path: Path, cases: list[GoldenCase], device: str = "auto") -> 
         return
     yield Check("bundle", True, f"{len(engine.bundle)} tensors match their checksums")
 
+    say(f"{path.name}: golden texts")
     plain = [engine.generate(case.prompt, "ar", max_new_tokens=len(case.tokens), keep_logits=True) for case in cases]
     yield check_ar(cases, plain)
     for decoder in ("chain", "ddtree"):
@@ -70,6 +102,13 @@ def verify_bundle(path: Path, cases: list[GoldenCase], device: str = "auto") -> 
             for case in cases
         ]
         yield check_speculation(decoder, cases, plain, drafted)
+
+    if isinstance(engine.drafter, DFlash):
+        say(f"{path.name}: drafter")
+        yield check_drafter(engine, engine.drafter, cases)
+        new_tokens = new_tokens or (EMULATED_TOKENS if engine.device.name == "emulated" else NEW_TOKENS)
+        for domain, (text, *_) in held_out_prompts(engine.bundle.path.parent).items():
+            yield check_trained(engine, domain, text, new_tokens, say)
 
 
 def check_ar(cases: list[GoldenCase], plain: list[Generation]) -> Check:
@@ -101,6 +140,119 @@ def check_speculation(
     ar, own, exact = claims
     detail = f"{ar} and {own} ({length} tokens), {exact}, target_forwards={forwards}"
     return Check(f"model_{decoder}", True, f"{detail}  drafter=oracle prompts={len(cases)}")
+
+
+def check_drafter(engine: Engine, drafter: DFlash, cases: list[GoldenCase]) -> Check:
+    """The trained drafter's checksums, and its proposals in each round of the golden texts against its specification.
+
+    The engine keeps a cache from round to round; the specification starts anew each time, from the target's own.
+    """
+    try:
+        drafter.bundle.verify()
+    except BundleError as error:
+        return Check("drafter", False, str(error))
+    target, weights, config = engine.bundle.weights(), drafter.bundle.weights(), drafter.config
+    embedding = target["model.embed_tokens"]
+    head = embedding if engine.config.tie_word_embeddings else target["lm_head"]
+    differences: list[float] = []
+    equal: list[bool] = []
+    for case in cases:
+        watched = _Watched(drafter)
+        engine.generate(case.prompt, "ddtree", NODE_BUDGET, len(case.tokens), drafter=watched)
+        longest, _ = watched.proposals[-1]
+        _, *outputs = hidden_states(target, engine.config, longest)
+        features = np.concatenate([outputs[layer] for layer in config.target_layer_ids], axis=1)
+        for committed, found in watched.proposals:
+            block = embedding[[committed[-1], *[config.mask_token_id] * (config.block_size - 1)]]
+            rows = draft_rows(weights, config, features[: len(committed) - 1], block)
+            logits = rows @ head.T
+            lowest, best = top_k(logits, config.num_candidates)
+            own = np.take_along_axis(log_softmax(logits), found.token_ids, axis=1)
+            differences.append((lowest.min(axis=1) - own.min(axis=1)).max())  # 0 where the candidates are the best
+            differences.append(_largest_difference(found, specified(weights, rows, own, found.token_ids)))
+            equal.append(most_probable(found) == most_probable(specified(weights, rows, lowest, best)))
+    difference = np.max(differences)  # NaN, if one is
+    agreement = f"best tokens of {sum(equal)}/{len(equal)} rounds {'exact' if all(equal) else 'DIFFER'}"
+    detail = f"{agreement}  max_abs_log_prob_diff={difference:.1e}  prompts={len(cases)}"
+    return Check("drafter", all(equal) and bool(difference <= LOGIT_TOLERANCE), detail)
+
+
+def specified(
+    weights: Mapping[str, np.ndarray], rows: np.ndarray, log_probs: np.ndarray, token_ids: np.ndarray
+) -> Proposal:
+    """What the drafter's specification proposes of candidates [L, K]; ``rows`` [L, hidden] are what the head reads."""
+    if "transition.gate" not in weights:
+        return Proposal(log_probs, token_ids)
+    tables = weights["transition.parent_table"], weights["transition.child_table"]
+    conditionals, children = condition(log_probs, token_ids, rows @ weights["transition.gate"].T, *tables)
+    return Proposal(conditionals, token_ids, children)
+
+
+def most_probable(proposal: Proposal) -> list[int]:
+    """The chain that a proposal begins with: at each depth the best token, given those before it."""
+    chain, candidate = [], 0
+    for depth, tokens in enumerate(proposal.token_ids):
+        candidate = 0 if proposal.children is None else int(proposal.children[depth, candidate, 0])
+        chain.append(int(tokens[candidate]))
+    return chain
+
+
+def _largest_difference(one: Proposal, other: Proposal) -> float:
+    """Of the log-probabilities that two proposals of the same candidates give to each."""
+    both = []
+    for log_probs, _, children in (one, other):
+        by_candidate = np.array(log_probs)
+        if children is not None:
+            np.put_along_axis(by_candidate, children, log_probs, axis=2)
+        both.append(by_candidate)
+    unequal = both[0] != both[1]  # no difference between impossible ones
+    return float(np.abs(both[0][unequal] - both[1][unequal]).max(initial=0.0))
+
+
+class _Watched(Drafter):
+    """A drafter whose proposals for the current text are kept, on the host, with the tokens that they follow."""
+
+    def __init__(self, drafter: DFlash) -> None:
+        self._drafter, self._text, self.taps = drafter, Drafter(), drafter.taps
+        self.proposals: list[tuple[np.ndarray, Proposal]] = []
+
+    def start(self, cache: LatentCache) -> Drafter:
+        self._text = self._drafter.start(cache)
+        return self
+
+    def observe(self, features: Array) -> None:
+        self._text.observe(features)
+
+    def propose(self, tokens: np.ndarray) -> Proposal:
+        proposal = self._text.propose(tokens)
+        host = self._drafter.device.host
+        log_probs, token_ids, children = proposal
+        kept = Proposal(host(log_probs), host(token_ids), None if children is None else host(children))
+        self.proposals.append((tokens, kept))
+        return proposal
+
+
+def check_trained(engine: Engine, domain: str, text: str, new_tokens: int, say: Progress) -> Check:
+    """The trained drafter on a held-out text: every decoder gives plain decoding's tokens, and its very logits."""
+    assert engine.tokenizer is not None
+    prompt = engine.tokenizer.encode(text).ids[:PROMPT_TOKENS]
+    runs = {}
+    for decoder in DECODERS:
+        say(f"{domain}: {new_tokens} tokens by {decoder}")
+        runs[decoder] = engine.generate(prompt, decoder, NODE_BUDGET, new_tokens, keep_logits=True)
+    plain, *drafted = runs.values()
+    claims = {
+        "AR==CHAIN==DDTREE": all(run.tokens == plain.tokens for run in drafted),
+        "greedy-exact": all(np.array_equal(run.logits, plain.logits) for run in drafted),  # type: ignore[arg-type]
+        "fewer target forwards than tokens": all(run.target_forwards < len(run.tokens) for run in drafted),
+    }
+    failed = [claim for claim, holds in claims.items() if not holds]
+    if failed:
+        return Check("model_ddtree", False, f"does not hold: {', '.join(failed)}  drafter=trained domain={domain}")
+    same, exact, _ = claims
+    forwards = ", ".join(f"{decoder} {runs[decoder].target_forwards}" for decoder in ("chain", "ddtree"))
+    detail = f"{same} ({len(plain.tokens)} tokens), {exact}, target_forwards: {forwards}"
+    return Check("model_ddtree", True, f"{detail}  drafter=trained domain={domain}")
 
 
 def logit_differences(case: GoldenCase, generation: Generation) -> np.ndarray:

@@ -165,3 +165,48 @@ def test_visibility(axes: Axes) -> None:
     (image,) = axes.get_images()
     np.testing.assert_array_equal(image.get_array(), visible)
     assert [tick.get_text() for tick in axes.get_yticklabels()] == ["root", "a"]
+
+
+def test_acceptance_by_depth(axes: Axes) -> None:
+    assert plotting.acceptance_by_depth(axes, {"docs": [0.9, 0.5], "kjv": [1.0, 0.7, 0.2]}) is axes
+    assert line(axes, "docs") == ([1, 2], [0.9, 0.5])
+    assert line(axes, "kjv") == ([1, 2, 3], [1.0, 0.7, 0.2])
+    assert axes.get_xticks().tolist() == [1, 2, 3]
+    assert axes.get_ylim()[0] == 0
+
+
+def test_over_budgets(axes: Axes) -> None:
+    values = {"chain": {8: 3.5}, "tree": {4: 3.0, 16: 4.5, 64: 5.0}}
+    assert plotting.over_budgets(axes, values) is axes
+    assert line(axes, "tree") == ([4, 16, 64], [3.0, 4.5, 5.0])
+    assert line(axes, "chain") == ([0, 1], [3.5, 3.5])  # from edge to edge
+    assert axes.get_xscale() == "log"
+    assert [tick.get_text() for tick in axes.get_xticklabels()] == ["4", "16", "64"]
+    assert legend(axes) == ["chain", "tree"]
+
+
+def test_cost_curve_marks_the_best_rate(axes: Axes) -> None:
+    costs, rates = np.array([0.010, 0.011, 0.013, 0.020]), np.array([100.0, 150.0, 170.0, 120.0])
+    assert plotting.cost_curve(axes, costs, rates) is axes
+    np.testing.assert_allclose(line(axes, "cost of a round"), ([0, 1, 2, 3], [10, 11, 13, 20]))
+    (right,) = [other for other in axes.figure.axes if other is not axes]
+    assert line(right, "expected tokens/s") == ([0, 1, 2, 3], rates.tolist())
+    (mark,) = [drawn for drawn in right.get_lines() if drawn.get_marker() == "o"]
+    assert (list(mark.get_xdata()), list(mark.get_ydata())) == ([2], [170])
+    assert [text.get_text() for text in right.texts] == ["2 nodes"]
+    assert legend(axes) == ["cost of a round", "expected tokens/s"]
+
+
+def test_first_children(axes: Axes) -> None:
+    right = {"marginal": [0.88, 0.36], "tree": [0.87, 0.65]}
+    drafted = {"marginal": [0.87, 0.54], "tree": [0.86, 0.66]}
+    assert plotting.first_children(axes, right, drafted) is axes
+    for container, label in zip(axes.containers, right, strict=True):
+        assert [bar.get_height() for bar in container] == right[label]
+    marks = [segment for marks in axes.collections for segment in marks.get_segments() if len(segment)]
+    assert [segment[0, 1] for segment in marks] == [*drafted["marginal"], *drafted["tree"]]
+    bars = [bar for container in axes.containers for bar in container]
+    for bar, segment in zip(bars, marks, strict=True):
+        assert bar.get_x() <= segment[:, 0].min() < segment[:, 0].max() <= bar.get_x() + bar.get_width() + 1e-12
+    assert [text.get_text() for text in axes.texts] == ["88%", "36%", "87%", "65%"]
+    assert set(legend(axes)) == {"marginal", "tree", "as drafted"}

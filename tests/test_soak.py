@@ -61,7 +61,7 @@ def test_trees_on_the_kernels_give_plain_decodings_bits(decoder: str, budget: in
 
 
 def test_a_record_is_read_back(tmp_path: Path) -> None:
-    record(tmp_path / "new" / "verify-here.json", "cpu", True, ["tiny.kdtr  PASS  bundle  fine"])
+    record(tmp_path / "new" / "verify-here.json", "cpu", ["tiny.kdtr  PASS  bundle  fine"], passed=True)
     head, line = recorded(tmp_path / "new")
     assert head.startswith("verify-here.json: ")
     assert "cpu" in head

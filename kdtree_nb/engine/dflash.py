@@ -43,6 +43,7 @@ class DFlash(Drafter):
                 f"{bundle.path}: the drafter reads layers {list(config.target_layer_ids)}, "
                 f"its target has {of.num_hidden_layers}"
             )
+        self.bundle = bundle
         self.config = config
         self.taps = config.target_layer_ids
         self.weights = Weights(bundle, device)
