@@ -1,4 +1,4 @@
-"""Small random models as bundles, each with the weights that the reference takes."""
+"""Small random models and drafters as bundles, each with the weights that the reference takes."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -9,7 +9,7 @@ from ml_dtypes import bfloat16
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from kdtree_nb.bundle import write_bundle
-from kdtree_nb.config import ModelConfig, YarnScaling
+from kdtree_nb.config import Config, DrafterConfig, ModelConfig, YarnScaling
 from kdtree_nb.quantization import quantize_weights
 
 YARN = YarnScaling(4.0, 32, mscale=1.0, mscale_all_dim=0.8)
@@ -20,7 +20,7 @@ class Built(NamedTuple):
     """A bundle on the disk, and its weights in float32, dequantised."""
 
     path: Path
-    config: ModelConfig
+    config: Config
     weights: dict[str, np.ndarray]
 
 
@@ -52,7 +52,29 @@ def tiny_config(**changes: object) -> ModelConfig:
     return ModelConfig(**(values | changes))
 
 
-def random_weights(config: ModelConfig, seed: int) -> dict[str, np.ndarray]:
+def tiny_drafter_config(target: ModelConfig, **changes: object) -> DrafterConfig:
+    """Two layers of grouped heads over the first and the last of the target's, with a transition head."""
+    values: dict = dict(
+        vocab_size=target.vocab_size,
+        hidden_size=target.hidden_size,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=6,
+        intermediate_size=64,
+        max_position_embeddings=target.max_position_embeddings,
+        block_size=6,
+        mask_token_id=2,
+        target_layer_ids=(0, target.num_hidden_layers - 1),
+        rms_norm_eps=1e-5,
+        rope_theta=500.0,
+        transition_rank=5,
+        num_candidates=9,
+    )
+    return DrafterConfig(**(values | changes))
+
+
+def random_weights(config: Config, seed: int) -> dict[str, np.ndarray]:
     """Projections of standard deviation 1/√in, norms around 1, router biases around 0, logits of deviation 2."""
     random = np.random.default_rng(seed)
     weights = {}
@@ -62,14 +84,17 @@ def random_weights(config: ModelConfig, seed: int) -> dict[str, np.ndarray]:
             weights[name] = values / np.float32(np.sqrt(shape[1]))
         else:
             weights[name] = (0.0 if name.endswith("bias") else 1.0) + np.float32(0.2) * values
-    weights["model.embed_tokens"] *= 4  # else a text soon repeats one token
-    weights["model.norm"] *= 2
+    if isinstance(config, DrafterConfig):
+        weights["norm"] *= 2
+    else:
+        weights["model.embed_tokens"] *= 4  # else a text soon repeats one token
+        weights["model.norm"] *= 2
     return weights
 
 
 def build(
     path: Path,
-    config: ModelConfig,
+    config: Config,
     seed: int = 0,
     storage: str = "int4",
     select: Callable[[str], bool] | None = None,

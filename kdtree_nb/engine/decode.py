@@ -194,7 +194,7 @@ def draft(drafter: Drafter, committed: list[int], chain: bool, depth_limit: int,
     """
     log_probs, token_ids, children = Proposal(*drafter.propose(np.array(committed, np.int32)))
     if not hasattr(log_probs, "__cuda_array_interface__"):
-        log_probs, token_ids = np.asarray(log_probs, np.float32), np.asarray(token_ids)
+        log_probs, token_ids = np.ascontiguousarray(log_probs, np.float32), np.asarray(token_ids)
         check_marginals(log_probs, token_ids, children)
         token_ids = _checked(token_ids, log_probs, vocab_size)
     if chain:
