@@ -291,9 +291,9 @@ class DrafterConfig:
                 _require(
                     type(value) is int and lowest <= value < 2**31, field.name, value, f"a whole number from {lowest}"
                 )
-        for name in ("rms_norm_eps", "rope_theta"):
-            value = getattr(self, name)
-            _require(_is_number(value) and value > 0, name, value, "a finite number above 0")
+        eps, theta = self.rms_norm_eps, self.rope_theta
+        _require(_is_number(eps) and eps >= 1e-30, "rms_norm_eps", eps, "a number that float32 can add, from 1e-30")
+        _require(_is_number(theta) and theta > 1, "rope_theta", theta, "a finite number above 1")
         _require(self.head_dim % 2 == 0, "head_dim", self.head_dim, "an even number")
         heads = self.num_attention_heads
         divides = heads % self.num_key_value_heads == 0
@@ -312,9 +312,9 @@ class DrafterConfig:
             f"at most 256 and vocab_size={self.vocab_size}",
         )
         layers = self.target_layer_ids
-        whole = bool(layers) and all(type(layer) is int and layer >= 0 for layer in layers)
+        whole = type(layers) is tuple and len(layers) and all(type(layer) is int and layer >= 0 for layer in layers)
         ascending = whole and list(layers) == sorted(set(layers))
-        _require(ascending, "target_layer_ids", layers, "one layer or more, from 0, in ascending order")
+        _require(bool(ascending), "target_layer_ids", layers, "one layer or more, from 0, in ascending order")
 
     def __str__(self) -> str:
         reads = f"reads layers {', '.join(map(str, self.target_layer_ids))} of a target"
@@ -374,9 +374,19 @@ class DrafterConfig:
             for field in dataclasses.fields(cls)
             if field.name in source
         }
-        if not hf.get("use_sliding_window", True):
+        windowed = hf.get("use_sliding_window", False)
+        _require(type(windowed) is bool, "use_sliding_window", windowed, "true or false")
+        if not windowed:
             values["sliding_window"] = None
-        values["rope_theta"] = rope.get("rope_theta", hf.get("rope_theta", 10000.0))
+        elif hf.get("layer_types") is None:  # else transformers takes no notice of it
+            first = hf.get("max_window_layers", 0)
+            _require(first == 0, "max_window_layers", first, "0: a window in every layer")
+        attention = "full_attention" if values.get("sliding_window") is None else "sliding_attention"
+        kinds = hf.get("layer_types")
+        alike = kinds is None or (isinstance(kinds, list | tuple) and all(kind == attention for kind in kinds))
+        _require(alike, "layer_types", kinds, f"{attention!r} in every layer")
+        theta = rope.get("rope_theta", hf.get("rope_theta", 10000.0))
+        values["rope_theta"] = float(theta) if _is_number(theta) else theta
         if "target_layer_ids" in values:
             ids = values["target_layer_ids"]
             _require(isinstance(ids, list | tuple), "target_layer_ids", ids, "a list of layers")
@@ -396,6 +406,7 @@ class DrafterConfig:
             "hidden_act": "silu",
             "attention_bias": False,
             "use_sliding_window": self.sliding_window is not None,
+            "max_window_layers": 0,  # the first that has a window
             "dflash_config": dflash,
             **hf,
         }

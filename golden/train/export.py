@@ -128,6 +128,7 @@ def build_drafter(folder: Path, out: Path) -> None:
             **{name: value for name, value in asdict(a).items() if name not in inner},
             "vocab_size": target.vocab_size,
             "max_position_embeddings": target.max_position_embeddings,
+            "use_sliding_window": True,
             "dflash_config": {name: getattr(a, name) for name in inner},
         }
     )

@@ -14,7 +14,8 @@ from ml_dtypes import bfloat16
 from kdtree_nb.config import Config
 from kdtree_nb.quantization import CODES_PER_WORD, GROUP_SIZE, quantized_names
 
-SUFFIX, INDEX_SUFFIX, DRAFTER_SUFFIX = ".kdtr", ".kdtr.index.json", ".drafter.kdtr"
+SUFFIX, INDEX_SUFFIX = ".kdtr", ".kdtr.index.json"
+DRAFTER_SUFFIX, DRAFTER_INDEX_SUFFIX = ".drafter.kdtr", ".drafter.kdtr.index.json"
 FORMAT, VERSION = "kdtr", "1"
 FLOATS = ("F32", "BF16", "F16")
 SHARD = re.compile(r"-\d{5}-of-\d{5}\.kdtr$")

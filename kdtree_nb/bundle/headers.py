@@ -10,6 +10,7 @@ from typing import Any, TypeGuard
 from safetensors import SafetensorError, safe_open
 
 from kdtree_nb.bundle.format import (
+    DRAFTER_INDEX_SUFFIX,
     DRAFTER_SUFFIX,
     DTYPES,
     FORMAT,
@@ -43,14 +44,15 @@ class Shard:
 
 
 def find(path: Path) -> Path:
-    """The file or the index that a path means."""
+    """The file or the index that a path means; in a folder, the model's."""
     if not path.is_dir():
         index = path.with_name(path.stem + INDEX_SUFFIX)
         return index if path.suffix == SUFFIX and not path.exists() and index.exists() else path
-    indexes = sorted(path.glob(f"*{INDEX_SUFFIX}"))
+    of_drafter = (DRAFTER_SUFFIX, DRAFTER_INDEX_SUFFIX)
+    models = [file for file in sorted(path.glob(f"*{SUFFIX}*")) if not file.name.endswith(of_drafter)]
+    indexes = [file for file in models if file.name.endswith(INDEX_SUFFIX)]
     hidden_by_index = {index.name.removesuffix(".index.json") for index in indexes}
-    alone = (file for file in sorted(path.glob(f"*{SUFFIX}")) if not file.name.endswith(DRAFTER_SUFFIX))
-    files = [file for file in alone if not SHARD.search(file.name)]
+    files = [file for file in models if file.name.endswith(SUFFIX) and not SHARD.search(file.name)]
     found = indexes + [file for file in files if file.name not in hidden_by_index]
     if len(found) != 1:
         names = ", ".join(file.name for file in found) or "none"

@@ -18,7 +18,7 @@ from kdtree_nb.reference.tree import DraftTree
 MOST_NODES = 64
 MEASURED = (0, 1, 3, 5, 7, 11, 15, 23, 31, 47, MOST_NODES)
 """Nodes whose rounds are timed; between them costs are taken to be straight."""
-CONTEXT, REPEATS = 64, 7
+CONTEXT, DEEPEST, REPEATS = 64, 7, 7
 
 
 def round_costs(model: Model, drafter: Drafter, capacity: int) -> np.ndarray:
@@ -36,26 +36,34 @@ def round_costs(model: Model, drafter: Drafter, capacity: int) -> np.ndarray:
     float32 [nodes + 1]
         Never descending.
     """
-    most = min(MOST_NODES, capacity - 2)
+    most = most_nodes(capacity)
     described = json.dumps([model.device.description(), repr(model.config), model.weights.kinds(), repr(drafter), most])
     file = cache_folder("costs") / f"{hashlib.sha256(described.encode()).hexdigest()[:24]}.json"
     try:
-        costs = np.array(json.loads(file.read_text())["seconds"], np.float32)
-        if costs.shape == (most + 1,) and (costs > 0).all():
+        found = json.loads(file.read_text(encoding="utf-8"))
+        costs = np.array(found["seconds"], np.float32)
+        usable = costs.shape == (most + 1,) and np.isfinite(costs).all() and costs[0] > 0
+        if usable and found["of"] == described and (costs[1:] >= costs[:-1]).all():
             return costs
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, KeyError, TypeError, OverflowError, RecursionError):
         pass  # not measured yet, or not by us
-    costs = measure(model, drafter, most)
+    costs = measure(model, drafter, capacity)
     temporary = file.with_name(f".{file.name}.{secrets.token_hex(4)}")
-    temporary.write_text(json.dumps({"of": described, "seconds": costs.tolist()}))
+    temporary.write_text(json.dumps({"of": described, "seconds": costs.tolist()}), encoding="utf-8")
     os.replace(temporary, file)
     return costs
 
 
-def measure(model: Model, drafter: Drafter, most: int) -> np.ndarray:
-    """The medians of timed rounds over random trees behind a random prefix: float32 [most + 1]."""
-    random, device = np.random.default_rng(0), model.device
-    context = min(CONTEXT, most)
+def most_nodes(capacity: int) -> int:
+    """Of the largest tree that is measured, the root not counted."""
+    return min(MOST_NODES, capacity - 2)
+
+
+def measure(model: Model, drafter: Drafter, capacity: int) -> np.ndarray:
+    """The medians of timed rounds over random trees behind a random prefix: float32 [nodes + 1]."""
+    random, device, most = np.random.default_rng(0), model.device, most_nodes(capacity)
+    context = min(CONTEXT, capacity - 2)
+    deepest = min(DEEPEST, capacity - 1 - context)  # no position may lie beyond the model's tables
     cache = LatentCache(model.config, context + most + 2, device)
     tokens = random.integers(model.config.vocab_size, size=context + 1, dtype=np.int32)
     of_text = drafter.start(cache)
@@ -65,7 +73,7 @@ def measure(model: Model, drafter: Drafter, most: int) -> np.ndarray:
     seconds = np.empty((REPEATS + 1, len(sizes)))
     for repeat in range(REPEATS + 1):  # the first meets weights and kernels that are not loaded yet
         for column, nodes in enumerate(sizes):
-            tree = _random_tree(random, nodes, model)
+            tree = _random_tree(random, nodes, deepest, model)
             device.host(cache.length)
             started = time.perf_counter()
             proposal = draft(of_text, committed, False, most, model.config.vocab_size)
@@ -78,11 +86,11 @@ def measure(model: Model, drafter: Drafter, most: int) -> np.ndarray:
     return np.interp(np.arange(most + 1), sizes, medians).astype(np.float32)
 
 
-def _random_tree(random: np.random.Generator, nodes: int, model: Model) -> DraftTree:
+def _random_tree(random: np.random.Generator, nodes: int, deepest: int, model: Model) -> DraftTree:
     """Random tokens, each below any earlier node that is not too deep."""
     parents, depths = np.full(nodes + 1, -1, np.int32), np.zeros(nodes + 1, np.int32)
     for node in range(1, nodes + 1):
-        parents[node] = random.choice(np.flatnonzero(depths[:node] < 7))
+        parents[node] = random.choice(np.flatnonzero(depths[:node] < deepest))
         depths[node] = depths[parents[node]] + 1
     tokens = random.integers(model.config.vocab_size, size=nodes + 1, dtype=np.int32)
     put, scores = model.device.put, np.zeros(nodes + 1, np.float32)

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from kdtree_nb.bundle import Bundle
-from kdtree_nb.bundle.format import DRAFTER_SUFFIX
+from kdtree_nb.bundle.format import DRAFTER_SUFFIX, INDEX_SUFFIX, SUFFIX
+from kdtree_nb.bundle.headers import find
 from kdtree_nb.config import ModelConfig
 from kdtree_nb.engine.budget import round_costs
 from kdtree_nb.engine.decode import DECODERS, Budget, Generation, OnRound, Sampling, decode
@@ -84,7 +85,8 @@ class Engine:
         if not (isinstance(capacity, int | np.integer) and 2 <= capacity <= longest):
             raise ValueError(f"Engine.load: capacity={capacity}, expected 2 to max_position_embeddings={longest}")
         if drafter is None:
-            beside = bundle.path.with_name(bundle.path.name.split(".kdtr")[0] + DRAFTER_SUFFIX)
+            name = bundle.path.name.removesuffix(INDEX_SUFFIX).removesuffix(SUFFIX)
+            beside = find(bundle.path.with_name(name + DRAFTER_SUFFIX))
             drafter = beside if beside.exists() else None
         return cls(bundle, None if drafter is None else Bundle.open(drafter), capacity, chosen)
 
@@ -154,7 +156,7 @@ class Engine:
         token_ids, tokenizer = self._token_ids(prompt), self.tokenizer
         _require(decoder in DECODERS, f"decoder={decoder!r}", f"one of {', '.join(DECODERS)}")
         if node_budget != "auto":
-            _require_whole("node_budget", node_budget, 0, MAX_NODE_BUDGET)
+            _require_whole("node_budget", node_budget, 0, MAX_NODE_BUDGET, ", or 'auto'")
         _require_whole("max_new_tokens", max_new_tokens, 1, np.inf)
         _require_whole("seed", seed, 0, 2**64 - 1)
         usable = isinstance(temperature, float | int | np.floating) and (
@@ -172,7 +174,7 @@ class Engine:
                 self.capacity,
                 decoder,
                 drafter,
-                self._budget(node_budget, drafter),
+                Budget(0) if decoder == "ar" else self._budget(node_budget, drafter),
                 max_new_tokens,
                 Sampling(temperature, seed, top_k, top_p),
                 on_token,
@@ -214,7 +216,7 @@ def _require(holds: bool, what: str, expected: str) -> None:
         raise ValueError(f"generate: {what}, expected {expected}")
 
 
-def _require_whole(name: str, value: object, lowest: int, highest: float) -> None:
+def _require_whole(name: str, value: object, lowest: int, highest: float, otherwise: str = "") -> None:
     whole = isinstance(value, int | np.integer) and bool(lowest <= value <= highest)
     upwards = "" if highest == np.inf else f" to {highest}"
-    _require(whole, f"{name}={value!r}", f"a whole number from {lowest}{upwards}")
+    _require(whole, f"{name}={value!r}", f"a whole number from {lowest}{upwards}{otherwise}")

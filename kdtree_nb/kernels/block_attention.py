@@ -37,11 +37,12 @@ def block_attention(queries: Array, keys: Array, values: Array, prefix_len: Arra
         or keys.ndim != 3
         or keys.shape != values.shape
         or keys.shape[2] != queries.shape[2]
+        or not keys.shape[1]
         or queries.shape[1] % keys.shape[1]
     ):
         raise ValueError(
-            f"block_attention: queries {list(queries.shape)}, keys {list(keys.shape)}, "
-            f"values {list(values.shape)} do not fit"
+            f"block_attention: queries {list(queries.shape)}, keys {list(keys.shape)} and values {list(values.shape)}, "
+            "expected [rows, heads, size] and twice [capacity, kv_heads, size], heads a multiple of kv_heads"
         )
     rows, heads, size = queries.shape
     if not runs_cuda(queries):

@@ -5,10 +5,11 @@ import re
 import pytest
 
 from kdtree_nb.engine.engine import MAX_NODE_BUDGET
-from kdtree_nb.kernels import gemm, moe, top_k, transition, tree_attention, tree_build
+from kdtree_nb.kernels import block_attention, gemm, moe, top_k, transition, tree_attention, tree_build
 from kdtree_nb.kernels.source import read_source
 
 PAIRS = [
+    ("block_attention.cu", "MAX_SIZE", block_attention.MAX_SIZE),
     ("moe.cu", "MAX_EXPERTS", moe.MAX_EXPERTS),
     ("moe.cu", "ROWS", gemm.ROWS),
     ("moe.cu", "OUTPUTS", gemm.OUTPUTS),
