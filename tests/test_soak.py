@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from kdtree_nb.engine import Engine, Oracle
-from kdtree_nb.engine import decode as decoding
+from kdtree_nb.engine import rounds as decoding
 from kdtree_nb.golden import bundle_of, folder, load_cases
 from kdtree_nb.kernels.emulator.build import find_compiler
 from kdtree_nb.kernels.launch import KernelError
