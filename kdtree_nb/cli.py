@@ -81,7 +81,9 @@ def demo(
 def verify(
     golden: Annotated[Path | None, typer.Option(help="Folder of golden files; the repository's by default.")] = None,
     device: Device = "auto",
-    tokens: Annotated[int | None, typer.Option(min=2, help="A held-out text; 500 by default, emulated 24.")] = None,
+    tokens: Annotated[
+        int | None, typer.Option(min=2, help="Of each held-out text; by default 500, emulated 24.")
+    ] = None,
     json_file: Annotated[Path | None, typer.Option("--json", help="Record device, versions and results here.")] = None,
     soak_rounds: Annotated[int, typer.Option("--soak", help="Then run this many rounds of random trees.")] = 0,
     show: Annotated[bool, typer.Option("--show", help="Print what golden/measurements/ records, and stop.")] = False,
@@ -237,7 +239,7 @@ def bench_acceptance(
     device: Device = "auto",
     json_file: Annotated[Path | None, typer.Option("--json", help="Record device, versions and results here.")] = None,
 ) -> None:
-    """Accepted drafts on held-out prompts: every decoder at every budget. Options but the last six may be repeated."""
+    """Accepted drafts on held-out prompts. The options --domain, --decoder and --node-budget may be repeated."""
     from rich.progress import Progress
 
     from kdtree_nb.acceptance import cells, measure, over_domains
