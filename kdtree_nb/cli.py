@@ -32,7 +32,10 @@ BUDGET = "INTEGER|auto"
 
 
 def _node_budget(text: str) -> int | str:
-    return text if text == "auto" else int(text)
+    try:
+        return text if text == "auto" else int(text)
+    except ValueError:
+        raise typer.BadParameter(f"{text!r} is neither a whole number nor auto") from None
 
 
 @app.command()
@@ -78,7 +81,9 @@ def demo(
 def verify(
     golden: Annotated[Path | None, typer.Option(help="Folder of golden files; the repository's by default.")] = None,
     device: Device = "auto",
-    tokens: Annotated[int | None, typer.Option(min=2, help="A held-out text; 500 by default, emulated 48.")] = None,
+    tokens: Annotated[
+        int | None, typer.Option(min=2, help="Of each held-out text; by default 500, emulated 24.")
+    ] = None,
     json_file: Annotated[Path | None, typer.Option("--json", help="Record device, versions and results here.")] = None,
     soak_rounds: Annotated[int, typer.Option("--soak", help="Then run this many rounds of random trees.")] = 0,
     show: Annotated[bool, typer.Option("--show", help="Print what golden/measurements/ records, and stop.")] = False,
@@ -234,7 +239,7 @@ def bench_acceptance(
     device: Device = "auto",
     json_file: Annotated[Path | None, typer.Option("--json", help="Record device, versions and results here.")] = None,
 ) -> None:
-    """Accepted drafts on held-out prompts: every decoder at every budget. Options but the last six may be repeated."""
+    """Accepted drafts on held-out prompts. The options --domain, --decoder and --node-budget may be repeated."""
     from rich.progress import Progress
 
     from kdtree_nb.acceptance import cells, measure, over_domains
@@ -250,7 +255,7 @@ def bench_acceptance(
             raise ValueError(f"bench acceptance: domain={name!r}, expected one of {', '.join(held_out)}")
     chosen = {name: held_out[name][:prompts] for name in domain or held_out}
     engine = Engine.load(path, device)
-    with Progress(console=err, transient=True, redirect_stdout=False) as bar:
+    with Progress(console=err, transient=True, disable=not err.is_terminal) as bar:
         task = bar.add_task("", total=len(wanted) * sum(map(len, chosen.values())))
         step = partial(bar.update, task, advance=1)
         results = list(measure(engine, chosen, wanted, tokens, temperature, lambda doing: step(description=doing)))

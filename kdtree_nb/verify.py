@@ -19,7 +19,7 @@ from kdtree_nb.reference.transition import condition
 
 LOGIT_TOLERANCE = 1e-3
 NODE_BUDGET = 16
-NEW_TOKENS, EMULATED_TOKENS = 500, 48
+NEW_TOKENS, EMULATED_TOKENS = 500, 24
 """Of each held-out text; the emulated device is by far the slowest."""
 PROMPT_TOKENS = 12
 """Of a held-out prompt: the trained model's 512 positions leave room for 500 more."""
@@ -72,7 +72,7 @@ def verify_bundle(
     Parameters
     ----------
     new_tokens : int, optional
-        Of each held-out text that the trained drafter is tried on: 500 by default, 48 on the emulated device.
+        Of each held-out text that the trained drafter is tried on: 500 by default, 24 on the emulated device.
     progress : callable, optional
         Called with what comes next.
     """

@@ -12,10 +12,11 @@ from typing import NamedTuple
 
 import numpy as np
 import pytest
-from builders import Built, build_text_model
+from builders import Built, build_drafter_beside, build_text_model
 
 from kdtree_nb import cli, demo, golden
 from kdtree_nb.bundle import Bundle
+from kdtree_nb.config import ModelConfig
 from kdtree_nb.engine import Engine
 from kdtree_nb.golden import load_cases, make_cases, save_cases
 from kdtree_nb.verify import Check
@@ -175,7 +176,7 @@ def test_verify_of_one_bundle_that_fails_among_others(
     """A later PASS does not make up for an earlier FAIL."""
     outcomes = {"one": ("a", True), "two": ("a", False), "three": ("b", True)}
     checks = [(tmp_path / path, Check(name, passed, "")) for name, (path, passed) in outcomes.items()]
-    monkeypatch.setattr("kdtree_nb.verify.verify", lambda root, device: iter(checks))
+    monkeypatch.setattr("kdtree_nb.verify.verify", lambda *_: iter(checks))
     shown = run("verify")
     assert shown.code == 1
     assert [line.split()[0] for line in shown.out.splitlines()] == ["a", "PASS", "FAIL", "b", "PASS"]
@@ -266,6 +267,31 @@ def test_what_shapes_a_sample_reaches_the_engine(run: Callable[..., Ran], model:
         assert {"top_k": shown["top_k"], "top_p": shown["top_p"]} == {"top_k": 0, "top_p": 1.0} | cut
 
 
+def test_the_drafter_beside_the_bundle_another_one_or_none(run: Callable[..., Ran], tmp_path: Path) -> None:
+    target = build_text_model(tmp_path / "target", eos_token_ids=())
+    elsewhere = build_drafter_beside(build_text_model(tmp_path / "elsewhere"), block_size=4).path
+
+    def told(*arguments: object) -> dict:
+        options = ["--prompt", "a", "--max-new-tokens", 20, "--node-budget", 40, "--json", *arguments]
+        return json.loads(run("generate", "--bundle", target.path, *options).out)
+
+    assert told()["drafter"] == "PromptLookup"
+    short = told("--drafter", elsewhere)
+    build_drafter_beside(target)
+    beside, look_up = told(), told("--drafter", "lookup")
+    assert [found["drafter"] for found in (short, beside, look_up)] == ["DFlash", "DFlash", "PromptLookup"]
+    assert short["text"] == beside["text"] == look_up["text"]
+    assert told("--decoder", "chain")["drafted"][0] == 5  # a block of 6
+    assert told("--decoder", "chain", "--drafter", elsewhere)["drafted"][0] == 3
+    assert look_up["drafted"] != beside["drafted"]
+
+
+def test_a_budget_may_be_left_to_the_machine(run: Callable[..., Ran], model: Built, expected: str) -> None:
+    options = ["--prompt", TEXT, "--max-new-tokens", 12, "--node-budget", "auto", "--json"]
+    told = json.loads(run("generate", "--bundle", model.path, *options).out)
+    assert (told["node_budget"], told["text"]) == ("auto", expected)
+
+
 def test_streamed_text_is_the_text(run: Callable[..., Ran], model: Built) -> None:
     """Characters of several bytes come whole, whatever rounds they were committed in."""
     whole = Engine.load(model.path).generate("a", max_new_tokens=40, temperature=1.5, seed=3).text
@@ -284,6 +310,8 @@ BAD_GENERATE: dict[str, tuple[list[object], str]] = {
     "undecodable prompt": (["--prompt", "\udcff"], "lone surrogates"),
     "decoder": (["--prompt", "a", "--decoder", "greedy"], "decoder='greedy', expected one of ar, chain, ddtree"),
     "node budget": (["--prompt", "a", "--node-budget", -1], "node_budget=-1, expected"),
+    "no such drafter": (["--prompt", "a", "--drafter", "/no/such.kdtr"], "/no/such.kdtr: no such file"),
+    "a drafter of something else": (["--prompt", "a", "--drafter", TINY / "tiny-int4.kdtr"], "expected a drafter"),
     "temperature": (["--prompt", "a", "--temperature", "nan"], "temperature=nan, expected"),
     "top_k": (["--prompt", "a", "--top-k", -1], "top_k=-1, expected"),
     "top_p": (["--prompt", "a", "--top-p", 0], "top_p=0.0, expected a number above 0 and at most 1"),
@@ -407,8 +435,90 @@ def test_demo_fails_if_verify_does(run: Callable[..., Ran], trained: Path, monke
     assert "PASS  decoders" in shown.out
 
 
+def test_demo_drafts_with_the_trained_drafter(run: Callable[..., Ran], trained: Path) -> None:
+    """The verify before it tries it as well, on as many tokens as the demo writes."""
+    build_drafter_beside(Built(trained / "kdt16m" / "kdt16m-int4.kdtr", tiny_text_config(trained), {}))
+    shown = run("demo", "--figure", trained / "figure.png")
+    assert re.search(r"^PASS  drafter       best tokens of", shown.out, re.MULTILINE)
+    lines = [line for line in shown.out.splitlines() if "drafter=trained" in line]
+    assert [line.split("domain=")[1] for line in lines] == ["code", "prose"]
+    assert "PASS  decoders      ar, chain and ddtree agree token for token\n" in shown.out
+
+
+def tiny_text_config(folder: Path) -> ModelConfig:
+    return Bundle.open(folder / "kdt16m" / "kdt16m-int4.kdtr").config
+
+
 def test_demo_without_the_trained_model(run: Callable[..., Ran], trained: Path) -> None:
     (trained / "kdt16m" / "kdt16m-int4.kdtr").unlink()
     shown = run("demo", "--figure", trained / "figure.png")
     assert shown.code == 1
     assert re.fullmatch(r"error .*kdt16m-int4\.kdtr: no such file\n", shown.err)
+
+
+# ---- bench acceptance ------------------------------------------------------------------------------------------------
+
+
+def test_bench_acceptance(run: Callable[..., Ran], trained: Path) -> None:
+    build_drafter_beside(Built(trained / "kdt16m" / "kdt16m-int4.kdtr", tiny_text_config(trained), {}))
+    written = trained / "new" / "acceptance.json"
+    options = ["--decoder", "plain", "--decoder", "ddtree", "--node-budget", 3, "--node-budget", "auto", "--tokens", 10]
+    shown = run("bench", "acceptance", *options, "--json", written)
+    assert shown.code == 0
+    assert shown.err == ""
+    told = json.loads(written.read_text())
+    assert told.keys() == {"device", "versions", "commit", "date", "settings", "results"}
+    assert told["settings"] | {"drafter": ""} == {
+        "bundle": "kdt16m-int4.kdtr",
+        "drafter": "",
+        "prompts": {"code": 2, "prose": 1},
+        "tokens": 10,
+        "temperature": 0.0,
+    }
+    assert told["settings"]["drafter"].startswith("DFlash(")
+    cells = [("plain", 0), ("ddtree", 3), ("ddtree", "auto")]
+    assert [(r["domain"], r["decoder"], r["node_budget"]) for r in told["results"]] == [
+        (domain, *cell) for domain in ("code", "prose") for cell in cells
+    ]
+    assert [r["target_forwards"] for r in told["results"] if r["decoder"] == "plain"] == [20, 10]
+    for result in told["results"]:
+        assert result["tau"] >= 1
+        assert 0 < result["distinct_bigrams"] <= 1
+        assert result["tokens_per_second"] > 0
+    rows = [[cell.strip() for cell in line.split("│")[1:-1]] for line in shown.out.splitlines() if line.startswith("│")]
+    assert [row[:3] for row in rows] == [
+        [domain, decoder, str(budget)] for domain in ("code", "prose", "mean") for decoder, budget in cells
+    ]
+    taus = [row[3] for row in rows]
+    assert taus[:6] == [f"{r['tau']:.2f}" for r in told["results"]]
+    assert taus[6:] == [f"{np.mean([told['results'][i]['tau'], told['results'][i + 3]['tau']]):.2f}" for i in range(3)]
+
+
+def test_bench_acceptance_of_some_prompts_of_a_domain(run: Callable[..., Ran], trained: Path) -> None:
+    options = ["--domain", "code", "--prompts", 1, "--tokens", 5, "--decoder", "plain", "--temperature", 0.8]
+    written = trained / "acceptance.json"
+    assert run("bench", "acceptance", *options, "--json", written).code == 0
+    told = json.loads(written.read_text())
+    assert told["settings"]["prompts"] == {"code": 1}
+    assert told["settings"]["temperature"] == 0.8
+    assert [r["target_forwards"] for r in told["results"]] == [5]
+
+
+BAD_BENCH: dict[str, tuple[list[object], str]] = {
+    "domain": (["--domain", "poems"], "domain='poems', expected one of code, prose"),
+    "decoder": (["--decoder", "magic"], "decoder='magic', expected one of plain, ngram, chain, marginal, ddtree"),
+    "budget": (["--decoder", "ddtree", "--node-budget", 10**6], "node_budget=1000000, expected"),
+    "no trained drafter": (["--decoder", "marginal"], "has no transition head"),
+    "device": (["--device", "abacus"], "device='abacus', expected one of"),
+}
+
+
+@pytest.mark.parametrize(("arguments", "message"), BAD_BENCH.values(), ids=BAD_BENCH)
+def test_a_bench_that_cannot_be(run: Callable[..., Ran], trained: Path, arguments: list[object], message: str) -> None:
+    assert_one_line(run("bench", "acceptance", *arguments), message)
+
+
+def test_a_budget_that_is_no_number(run: Callable[..., Ran]) -> None:
+    shown = run("bench", "acceptance", "--node-budget", "many")
+    assert (shown.code, shown.out) == (2, "")
+    assert "'many' is neither a whole number nor auto" in shown.err

@@ -4,8 +4,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from builders import build_drafter_beside, build_text_model
 
-from kdtree_nb.engine import Engine, Oracle
+from kdtree_nb.engine import DFlash, Engine, Oracle
 from kdtree_nb.engine import rounds as decoding
 from kdtree_nb.golden import bundle_of, folder, load_cases
 from kdtree_nb.kernels.emulator.build import find_compiler
@@ -40,6 +41,16 @@ def test_a_soak_sees_an_engine_whose_rows_disturb_each_other(monkeypatch: pytest
 
     monkeypatch.setattr(decoding, "tree_accept", first_child)
     assert soak(Engine.load(bundle_of(GOLDEN), "cpu", capacity=40), 60, seed=3).mismatches > 0
+
+
+def test_a_soak_takes_the_trained_drafter_every_other_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    target = build_text_model(tmp_path, eos_token_ids=())
+    build_drafter_beside(target)
+    start, started = DFlash.start, []
+    monkeypatch.setattr(DFlash, "start", lambda self, cache: started.append(cache) or start(self, cache))
+    found = soak(Engine.load(target.path, "cpu", capacity=30), 1, seed=1)
+    assert found.mismatches == 0
+    assert len(started) == found.texts // 2 > 5
 
 
 @pytest.mark.skipif(not has_compiler(), reason="no C++ compiler")
