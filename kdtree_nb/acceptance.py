@@ -73,7 +73,7 @@ def marginal(engine: Engine) -> Drafter:
 
 METHODS = {
     "plain": Method("ar", trained, (0,)),
-    "ngram": Method("ddtree", lambda _: PromptLookup(), BUDGETS),
+    "ngram": Method("ddtree", lambda _: PromptLookup(), (16,)),  # it has few guesses to spread
     "chain": Method("chain", trained, (4, 8, "auto")),  # the drafter's block is no longer
     "marginal": Method("ddtree", marginal, BUDGETS),
     "ddtree": Method("ddtree", trained, BUDGETS),

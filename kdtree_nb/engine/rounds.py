@@ -24,6 +24,8 @@ from kdtree_nb.reference.tree import DraftTree, check_marginals
 PREFILL_ROWS = 64
 PASSES = (1, 2, 4, 6, 8, 12, 16, 24, 32, 48, 65)
 """Rows of the passes that a budget with costs may choose on a GPU, which has a graph for each."""
+MOST_GRAPHS = 64
+"""That are kept: each holds the memory of a pass."""
 T = TypeVar("T")
 
 
@@ -82,8 +84,7 @@ class Rounds:
         xp = self.device.xp
         self.root, self.left = xp.zeros(1, np.int32), xp.zeros(1, np.int32)
         self._alone = DraftTree(self.root, xp.full(1, -1, np.int32), xp.zeros(1, np.int32), xp.zeros(1, np.float32), 1)
-        self._runs: dict[Hashable, int] = {}
-        self._graphs: dict[Hashable, Graph] = {}
+        self._graphs: dict[Hashable, Graph | None] = {}  # None: has run once
 
     def begin(self, prompt: np.ndarray, limit: int) -> None:
         """Start a text: all tokens of the prompt but the last are committed, a chunk of rows at a time."""
@@ -118,16 +119,20 @@ class Rounds:
         return Outcome(tree, logits, accepted)
 
     def _do(self, key: Hashable, fixed: bool, step: Callable[[], T]) -> T:
-        """Run a step; what is fixed is recorded at the second time and launched from then on."""
+        """Run a step; what is fixed is recorded at the second time and launched from then on.
+
+        A pass is recorded with the tree that its draft's graph writes: they are forgotten together.
+        """
         if not fixed:
             return step()
-        if key in self._graphs:
-            return self._graphs[key].launch()
-        self._runs[key] = self._runs.get(key, 0) + 1
-        if self._runs[key] == 1:
+        if key not in self._graphs:
+            if len(self._graphs) >= MOST_GRAPHS:
+                self._graphs.clear()
+            self._graphs[key] = None
             return step()
-        self._graphs[key] = Graph(step)
-        return self._graphs[key].launch()
+        graph = self._graphs[key] or Graph(step)
+        self._graphs[key] = graph
+        return graph.launch()
 
     def _draft(self, decoder: str, budget: Budget, committed: list[int]) -> tuple[DraftTree, int]:
         """The tree to verify, and how many nodes its longest path can have."""
