@@ -39,7 +39,7 @@ from kdtree_nb.bundle import Bundle
 from kdtree_nb.engine import Engine
 from kdtree_nb.engine import model as engine_model
 from kdtree_nb.engine.cache import LatentCache
-from kdtree_nb.engine.decode import prefill
+from kdtree_nb.engine.rounds import prefill
 from kdtree_nb.engine.device import Device, cuda_available
 from kdtree_nb.engine.weights import Weights
 from kdtree_nb.golden import folder, load_cases

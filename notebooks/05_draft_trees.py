@@ -37,7 +37,7 @@ from IPython.display import SVG, Markdown
 from kdtree_nb import plotting
 from kdtree_nb.engine import Engine
 from kdtree_nb.engine.cache import LatentCache
-from kdtree_nb.engine.decode import prefill
+from kdtree_nb.engine.rounds import prefill
 from kdtree_nb.engine.device import Device, cuda_available
 from kdtree_nb.golden import folder
 from kdtree_nb.kernels.cache_commit import cache_commit

@@ -102,8 +102,12 @@ def test_a_certain_drafter_is_worth_its_price() -> None:
 
 
 def test_equal_rates_take_the_smaller_tree() -> None:
+    """In the kernel, too: 1 to 4 tokens for as many seconds."""
     log_probs, token_ids = np.zeros((3, 1), np.float32), np.zeros((3, 1), np.int32)
-    assert tree_build(0, log_probs, token_ids, 3, costs=np.array([1, 2, 3, 4], np.float32)).num_nodes == 1
+    costs = np.array([1, 2, 3, 4], np.float32)
+    assert tree_build(0, log_probs, token_ids, 3, costs=costs).num_nodes == 1
+    with emulated():
+        assert tree_kernel(np.array([0], np.int32), log_probs, token_ids, 3, costs=costs).num_nodes[0] == 1
 
 
 @pytest.mark.parametrize("conditioned", [False, True])

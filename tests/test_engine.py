@@ -17,8 +17,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kdtree_nb.bundle import Bundle, BundleError
-from kdtree_nb.engine import Drafter, Engine, Generation, Oracle, Round, decode
+from kdtree_nb.engine import Drafter, Engine, Generation, Oracle, Round
 from kdtree_nb.engine import model as engine_model
+from kdtree_nb.engine import rounds as engine_rounds
 from kdtree_nb.engine.drafter import Proposal
 from kdtree_nb.quantization import quantized_names, routed_experts
 from kdtree_nb.reference.model import forward, greedy
@@ -177,7 +178,7 @@ def test_hidden_size_that_no_tile_divides(tmp_path: Path) -> None:
 def test_prefill_chunks_change_no_bit(engine: Engine, rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
     prompt = random_prompt(130)
     expected = engine.generate(prompt, "ar", max_new_tokens=3, keep_logits=True)
-    monkeypatch.setattr(decode, "PREFILL_ROWS", rows)
+    monkeypatch.setattr(engine_rounds, "PREFILL_ROWS", rows)
     assert_same_generation(engine.generate(prompt, "ar", max_new_tokens=3, keep_logits=True), expected)
 
 

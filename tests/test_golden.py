@@ -13,7 +13,7 @@ from safetensors.numpy import save_file
 from golden import make_sums
 from kdtree_nb import golden
 from kdtree_nb.bundle import Bundle
-from kdtree_nb.engine import Engine, cache, decode, weights
+from kdtree_nb.engine import Engine, cache, rounds, weights
 from kdtree_nb.engine import model as engine_model
 from kdtree_nb.golden import GoldenCase, bundle_of, golden_files, load_cases, make_cases, save_cases
 from kdtree_nb.reference.model import forward
@@ -219,7 +219,7 @@ def test_a_wrong_model_of_the_same_shape_is_seen(tmp_path: Path) -> None:
 
 
 forward_pass, tree_attention = engine_model.Model.forward, engine_model.tree_attention
-linear, softmax_scale, tree_accept = weights.linear, engine_model.softmax_scale, decode.tree_accept
+linear, softmax_scale, tree_accept = weights.linear, engine_model.softmax_scale, rounds.tree_accept
 rope, swiglu, latent_write = engine_model.rope, engine_model.swiglu, engine_model.latent_write
 cache_commit = cache.cache_commit
 
@@ -313,8 +313,8 @@ MUTATIONS: dict[str, tuple[object, str, Callable, set[str]]] = {
     "nothing moved": (cache, "cache_commit", commit_nothing, {"model_ddtree"}),
     "path committed backwards": (cache, "cache_commit", commit_backwards, SPECULATIVE),
     "latents in another's row": (engine_model, "latent_write", latents_one_row_on, EVERY),
-    "a rejected child accepted": (decode, "tree_accept", accept_any_child, SPECULATIVE),
-    "bonus of the root": (decode, "tree_accept", bonus_of_the_root, SPECULATIVE),
+    "a rejected child accepted": (rounds, "tree_accept", accept_any_child, SPECULATIVE),
+    "bonus of the root": (rounds, "tree_accept", bonus_of_the_root, SPECULATIVE),
     "rows that depend on their number": (weights, "linear", row_variant_product, SPECULATIVE),
 }
 

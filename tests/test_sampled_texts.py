@@ -14,7 +14,7 @@ import pytest
 from builders import Built, build, tiny_config
 
 from kdtree_nb.engine import Engine
-from kdtree_nb.engine import decode as decoding
+from kdtree_nb.engine import rounds as decoding
 from kdtree_nb.engine.drafter import Drafter, Proposal
 from kdtree_nb.reference.model import forward
 

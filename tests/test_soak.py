@@ -7,7 +7,7 @@ import pytest
 from builders import build_drafter_beside, build_text_model
 
 from kdtree_nb.engine import DFlash, Engine, Oracle
-from kdtree_nb.engine import decode as decoding
+from kdtree_nb.engine import rounds as decoding
 from kdtree_nb.golden import bundle_of, folder, load_cases
 from kdtree_nb.kernels.emulator.build import find_compiler
 from kdtree_nb.kernels.launch import KernelError

@@ -22,7 +22,7 @@ from safetensors.torch import load_file  # noqa: E402
 
 from kdtree_nb.engine import Engine, Proposal  # noqa: E402
 from kdtree_nb.engine.cache import LatentCache  # noqa: E402
-from kdtree_nb.engine.decode import prefill  # noqa: E402
+from kdtree_nb.engine.rounds import prefill  # noqa: E402
 from kdtree_nb.kernels.top_k import top_k  # noqa: E402
 from kdtree_nb.reference.transition import reweigh  # noqa: E402
 from kdtree_nb.reference.tree import DraftTree, tree_accept, tree_build  # noqa: E402
@@ -39,11 +39,11 @@ def drafts(engine: Engine, prompt: str, tables: dict[str, np.ndarray]) -> tuple[
     text = np.concatenate([prompt_ids, tokens])
     cache = LatentCache(engine.config, len(text) + 1, engine.device)
     drafter = engine.drafter.start(cache)
-    prefill(engine.model, cache, drafter, text)
+    prefill(engine.model, cache, text, drafter)
     found = []
     for end in range(len(text) - 1, len(prompt_ids) - 1, -1):  # a block overwrites what lies behind it
         cache.length[:] = end - 1
-        rows = drafter.rows(text[:end])
+        rows = drafter.rows(text[end - 1 : end])
         log_probs, token_ids = top_k(engine.model.logits(rows), engine.drafter.config.num_candidates)
         gated = drafter.propose(text[:end])
         static = static_conditionals(log_probs, token_ids, tables)

@@ -8,17 +8,17 @@ import time
 
 import numpy as np
 
-from kdtree_nb.engine.cache import LatentCache
-from kdtree_nb.engine.decode import Budget, Sampling, build, draft, prefill, verify
-from kdtree_nb.engine.drafter import Drafter
+from kdtree_nb.engine.drafter import Drafter, Proposal
 from kdtree_nb.engine.model import Model
+from kdtree_nb.engine.rounds import PASSES, Budget, Rounds, Sampling
 from kdtree_nb.kernels.emulator.build import cache_folder
-from kdtree_nb.reference.tree import DraftTree
 
 MOST_NODES = 64
-MEASURED = (0, 1, 3, 5, 7, 11, 15, 23, 31, 47, MOST_NODES)
+MEASURED = tuple(rows - 1 for rows in PASSES)
 """Nodes whose rounds are timed; between them costs are taken to be straight."""
 CONTEXT, DEEPEST, REPEATS = 64, 7, 7
+UNTIMED = 2
+"""Rounds of each size that load weights, compile kernels and record graphs."""
 
 
 def round_costs(model: Model, drafter: Drafter, capacity: int) -> np.ndarray:
@@ -60,38 +60,42 @@ def most_nodes(capacity: int) -> int:
 
 
 def measure(model: Model, drafter: Drafter, capacity: int) -> np.ndarray:
-    """The medians of timed rounds over random trees behind a random prefix: float32 [nodes + 1]."""
+    """The medians of timed rounds behind a random prefix: float32 [nodes + 1]."""
     random, device, most = np.random.default_rng(0), model.device, most_nodes(capacity)
     context = min(CONTEXT, capacity - 2)
-    deepest = min(DEEPEST, capacity - 1 - context)  # no position may lie beyond the model's tables
-    cache = LatentCache(model.config, context + most + 2, device)
+    left = min(DEEPEST + 1, capacity - context)  # no position may lie beyond the model's tables
+    rounds = Rounds(model, drafter, context + most + left)
+    if not rounds.drafter.on_device:
+        rounds.drafter = _Full(rounds.drafter, model.config.vocab_size)
     tokens = random.integers(model.config.vocab_size, size=context + 1, dtype=np.int32)
-    of_text = drafter.start(cache)
-    prefill(model, cache, of_text, tokens[:-1])
-    committed = tokens.tolist()
+    rounds.begin(tokens, left)
     sizes = sorted({min(size, most) for size in MEASURED})
-    seconds = np.empty((REPEATS + 1, len(sizes)))
-    for repeat in range(REPEATS + 1):  # the first meets weights and kernels that are not loaded yet
+    seconds = np.empty((UNTIMED + REPEATS, len(sizes)))
+    for repeat in range(len(seconds)):
         for column, nodes in enumerate(sizes):
-            tree = _random_tree(random, nodes, deepest, model)
-            device.host(cache.length)
+            rounds.cache.length[:], rounds.left[:], rounds.root[:] = (
+                context,
+                left,
+                int(tokens[-1 - repeat % len(tokens)]),
+            )
+            device.host(rounds.left)
             started = time.perf_counter()
-            proposal = draft(of_text, committed, False, most, model.config.vocab_size)
-            build(model, committed[-1], proposal, Budget(nodes))
-            verify(model, cache, of_text, tree, 1 + len(proposal.token_ids), Sampling())
-            device.host(cache.length)
+            rounds.run("ddtree", Budget(nodes), tokens.tolist(), Sampling())
+            device.host(rounds.left)
             seconds[repeat, column] = time.perf_counter() - started
-            cache.length[:] = context
-    medians = np.maximum.accumulate(np.median(seconds[1:], axis=0))
+    medians = np.maximum.accumulate(np.median(seconds[UNTIMED:], axis=0))
     return np.interp(np.arange(most + 1), sizes, medians).astype(np.float32)
 
 
-def _random_tree(random: np.random.Generator, nodes: int, deepest: int, model: Model) -> DraftTree:
-    """Random tokens, each below any earlier node that is not too deep."""
-    parents, depths = np.full(nodes + 1, -1, np.int32), np.zeros(nodes + 1, np.int32)
-    for node in range(1, nodes + 1):
-        parents[node] = random.choice(np.flatnonzero(depths[:node] < deepest))
-        depths[node] = depths[parents[node]] + 1
-    tokens = random.integers(model.config.vocab_size, size=nodes + 1, dtype=np.int32)
-    put, scores = model.device.put, np.zeros(nodes + 1, np.float32)
-    return DraftTree(put(tokens), put(parents), put(depths), put(scores), nodes + 1)
+class _Full(Drafter):
+    """Takes a drafter's time, and proposes enough for every tree, as the drafter may not."""
+
+    def __init__(self, drafter: Drafter, vocab_size: int) -> None:
+        self._of, self.taps, self.observe = drafter, drafter.taps, drafter.observe  # type: ignore[method-assign]
+        width = min(vocab_size, MOST_NODES)
+        self._ids = np.tile(np.arange(width, dtype=np.int32), (DEEPEST, 1))
+        self._log_probs = np.tile(-np.log(np.arange(2, width + 2, dtype=np.float32)), (DEEPEST, 1))
+
+    def propose(self, tokens: np.ndarray) -> Proposal:
+        self._of.propose(tokens)
+        return Proposal(self._log_probs, self._ids)

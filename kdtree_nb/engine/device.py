@@ -1,5 +1,6 @@
 """Where arrays live, and how they get there."""
 
+import functools
 import platform
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
@@ -10,6 +11,14 @@ from ml_dtypes import bfloat16
 from kdtree_nb.kernels.launch import Array, emulated
 
 DEVICES = ("auto", "cuda", "cpu", "emulated")
+
+
+@functools.cache
+def _stream() -> Any:
+    """Where kernels go: graphs cannot be recorded on the default stream. It waits for that one, and is waited for."""
+    import cupy
+
+    return cupy.cuda.Stream()
 
 
 def cuda_available() -> bool:
@@ -58,6 +67,8 @@ class Device(NamedTuple):
 
     def running(self) -> AbstractContextManager[None]:
         """Within it, operations on this device's arrays run where they should."""
+        if self.name == "cuda":
+            return _stream()
         return emulated() if self.name == "emulated" else nullcontext()
 
     def put(self, array: np.ndarray) -> Array:

@@ -64,6 +64,8 @@ class DFlash(Drafter):
 class _Text(Drafter):
     """Keys and values of the committed tokens in rows 0 … length − 1; behind them those of the block."""
 
+    on_device = True
+
     def __init__(self, drafter: DFlash, cache: LatentCache) -> None:
         self._of, self._config, self._device = drafter, drafter.config, drafter.device
         self.taps = drafter.taps
@@ -72,6 +74,7 @@ class _Text(Drafter):
         rows = cache.rows.shape[1] + config.block_size
         shape = (config.num_hidden_layers, rows, config.num_key_value_heads, config.head_dim)
         self._keys, self._values = xp.zeros(shape, np.float32), xp.zeros(shape, np.float32)
+        self._block = xp.full(config.block_size, config.mask_token_id, np.int32)
         self._block_rows = xp.arange(config.block_size, dtype=np.int32)
 
     def observe(self, features: Array) -> None:
@@ -84,8 +87,12 @@ class _Text(Drafter):
             self._write(layer, weights.linear(context, *self._names(layer, "k", "v")), rows)
 
     def propose(self, tokens: np.ndarray) -> Proposal:
-        """As :meth:`Drafter.propose`: block_size − 1 tokens, each ranked anew for every token before it."""
-        rows, weights = self.rows(tokens), self._of.weights
+        """As :meth:`Drafter.propose`."""
+        return self.propose_after(self._device.put(np.array(tokens[-1:], np.int32)))
+
+    def propose_after(self, root: Array) -> Proposal:
+        """As :meth:`Drafter.propose_after`: block_size − 1 tokens, each ranked anew for every token before it."""
+        rows, weights = self.rows(root), self._of.weights
         log_probs, token_ids = top_k(self._of.target.logits(rows), self._config.num_candidates)
         if not self._config.transition_rank:
             return Proposal(log_probs, token_ids)
@@ -94,13 +101,12 @@ class _Text(Drafter):
         conditionals, children = condition(log_probs, token_ids, gates, *tables)
         return Proposal(conditionals, token_ids, children)
 
-    def rows(self, tokens: np.ndarray) -> Array:
+    def rows(self, root: Array) -> Array:
         """What the target's head reads, one row a drafted token: float32 [block_size − 1, hidden]."""
         config, of = self._config, self._of
         weights, eps = of.weights, config.rms_norm_eps
-        block = np.full(config.block_size, config.mask_token_id, np.int32)
-        block[0] = tokens[-1]
-        x = of.target.weights.embed(self._device.put(block))
+        self._block[:1] = root
+        x = of.target.weights.embed(self._block)
         for layer in range(config.num_hidden_layers):
             at = f"layers.{layer}"
             normed = rms_norm(x, weights.vector(f"{at}.input_layernorm"), eps)

@@ -32,9 +32,12 @@ class Drafter:
     ----------
     taps : tuple of int
         The target's layers whose outputs :meth:`observe` is to be given; none by default.
+    on_device : bool
+        Whether it drafts by :meth:`propose_after`, without the host.
     """
 
     taps: tuple[int, ...] = ()
+    on_device: bool = False
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}()"
@@ -52,6 +55,14 @@ class Drafter:
     def propose(self, tokens: np.ndarray) -> Proposal:
         """Candidates for the next L positions after the committed ``tokens`` int32 [n], n ≥ 1, prompt included."""
         raise NotImplementedError
+
+    def propose_after(self, root: Array) -> Proposal:
+        """The same from what was observed and the last committed token, int32 [1]; all of it on the device."""
+        raise NotImplementedError
+
+
+NO_DRAFTER = Drafter()
+"""Of plain decoding: it neither observes nor proposes."""
 
 
 class PromptLookup(Drafter):

@@ -1,7 +1,8 @@
 """The front door: load a bundle, generate."""
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -12,11 +13,12 @@ from kdtree_nb.bundle.format import DRAFTER_SUFFIX, INDEX_SUFFIX, SUFFIX
 from kdtree_nb.bundle.headers import find
 from kdtree_nb.config import ModelConfig
 from kdtree_nb.engine.budget import round_costs
-from kdtree_nb.engine.decode import DECODERS, Budget, Generation, OnRound, Sampling, decode
+from kdtree_nb.engine.decode import DECODERS, Generation, OnRound, decode
 from kdtree_nb.engine.device import Device
 from kdtree_nb.engine.dflash import DFlash
-from kdtree_nb.engine.drafter import Drafter, PromptLookup
+from kdtree_nb.engine.drafter import NO_DRAFTER, Drafter, PromptLookup
 from kdtree_nb.engine.model import Model
+from kdtree_nb.engine.rounds import Budget, Rounds, Sampling
 from kdtree_nb.engine.weights import Weights
 from kdtree_nb.kernels.tree_build import MAX_BUDGET
 
@@ -27,6 +29,8 @@ _SURROGATE = re.compile("[\ud800-\udfff]")  # what undecodable bytes of a comman
 MAX_NODE_BUDGET = MAX_BUDGET
 LONGEST_BY_DEFAULT = 2**18
 """A bundle may claim any length, and tables are made for all of it."""
+ROWS_AT_ONCE = 256
+"""By which caches grow."""
 LOWEST_TEMPERATURE = 1e-6
 """Above 0. The text is the greedy one long before, and logits / temperature stays far from overflow."""
 
@@ -49,6 +53,7 @@ class Engine:
         self.device = device
         self.model = Model(bundle.config, Weights(bundle, device), device, capacity)
         self.drafter = PromptLookup() if drafter is None else DFlash(drafter, self.model, device, capacity)
+        self._kept: dict[Drafter, Rounds] = {}
         self._tokenizer: Tokenizer | None = None
 
     @classmethod
@@ -167,23 +172,35 @@ class Engine:
         share = isinstance(top_p, float | int | np.floating) and 0 < top_p <= 1
         _require(share, f"top_p={top_p!r}", "a number above 0 and at most 1")
         with self.device.running():
-            drafter = self.drafter if drafter is None else drafter
-            generation = decode(
-                self.model,
-                token_ids,
-                self.capacity,
-                decoder,
-                drafter,
-                Budget(0) if decoder == "ar" else self._budget(node_budget, drafter),
-                max_new_tokens,
-                Sampling(temperature, seed, top_k, top_p),
-                on_token,
-                on_round,
-                keep_logits,
-            )
+            if decoder == "ar":
+                drafter, budget = NO_DRAFTER, Budget(0)
+            else:
+                drafter = self.drafter if drafter is None else drafter
+                budget = self._budget(node_budget, drafter)
+            limit = min(max_new_tokens, self.capacity - len(token_ids))
+            with self._rounds(drafter, len(token_ids) + limit + budget.nodes) as rounds:
+                sampling = Sampling(temperature, seed, top_k, top_p)
+                generation = decode(
+                    rounds, token_ids, limit, decoder, budget, sampling, on_token, on_round, keep_logits
+                )
+        if generation.finish_reason == "length" and len(generation.tokens) < max_new_tokens:
+            generation.finish_reason = "capacity"
         if tokenizer is not None:
             generation.text = tokenizer.decode(generation.tokens)
         return generation
+
+    @contextmanager
+    def _rounds(self, drafter: Drafter, rows: int) -> Iterator[Rounds]:
+        """With room for a text; kept from text to text for plain decoding and for the engine's own drafter.
+
+        While a text is written they are its own: a text that is begun meanwhile gets others.
+        """
+        found = self._kept.pop(drafter, None)
+        if found is None or found.rows < rows:
+            found = Rounds(self.model, drafter, -(-rows // ROWS_AT_ONCE) * ROWS_AT_ONCE)
+        yield found
+        if drafter in (NO_DRAFTER, self.drafter):
+            self._kept[drafter] = found
 
     def _budget(self, nodes: int | str, drafter: Drafter) -> Budget:
         if nodes != "auto":

@@ -8,7 +8,7 @@ import numpy as np
 from kdtree_nb.config import ModelConfig
 from kdtree_nb.engine.cache import LatentCache
 from kdtree_nb.engine.device import Device
-from kdtree_nb.engine.weights import Weights
+from kdtree_nb.engine.weights import Weights, joined
 from kdtree_nb.kernels.latent_write import latent_write
 from kdtree_nb.kernels.launch import Array, runs_cuda
 from kdtree_nb.kernels.moe import moe
@@ -64,17 +64,14 @@ class Model:
             Rows whose logits are wanted; a prompt's are not.
         """
         hidden = self.weights.embed(tokens)
-        features = []
+        features = self.device.xp.empty((len(taps), *hidden.shape), np.float32)
         for layer in range(self.config.num_hidden_layers):
             hidden = hidden + self._attention(layer, self._norm(hidden, layer, "input"), parents, depths, cache)
             hidden = hidden + self._mlp(layer, self._norm(hidden, layer, "post_attention"))
             if layer in taps:
-                features.append(hidden)
+                features[taps.index(layer)] = hidden
         final = rms_norm(hidden[logits_of], self.weights.vector("model.norm"), self.config.rms_norm_eps)
-        shape = (len(features), *hidden.shape)
-        return ForwardPass(
-            self.logits(final), self.device.xp.stack(features) if features else hidden[:0].reshape(shape)
-        )
+        return ForwardPass(self.logits(final), features)
 
     def logits(self, final: Array) -> Array:
         """What the head gives for normed rows float32 [rows, hidden]: float32 [rows, vocab]."""
@@ -101,7 +98,7 @@ class Model:
         norm = weights.vector(f"{at}.kv_a_layernorm")
         latent_write(compressed, norm, self._rope_table, cache.length, depths, cache.rows[layer])
         mixed = tree_attention(
-            self.device.xp.concatenate([q_latent, q_rope], axis=2),
+            joined(q_latent, q_rope),
             cache.rows[layer],
             cache.length,
             parents,

@@ -8,7 +8,7 @@ import numpy as np
 from kdtree_nb.bundle import Bundle
 from kdtree_nb.engine.device import Device
 from kdtree_nb.kernels.dense_gemm import dense_gemm
-from kdtree_nb.kernels.launch import Array, runs_cuda
+from kdtree_nb.kernels.launch import Array, array_module, runs_cuda
 from kdtree_nb.kernels.moe import Experts
 from kdtree_nb.kernels.w4a16_gemm import w4a16_gemm
 from kdtree_nb.reference.linear import COLUMNS, Tiles, linear, tile
@@ -52,7 +52,7 @@ class Weights:
         if all(packed):
             return w4a16_gemm(x, *self._on_device(names, ".qw", ".sc"))
         if any(packed):
-            return self._device.xp.concatenate([self.linear(x, name) for name in names], axis=1)
+            return joined(*(self.linear(x, name) for name in names))
         return dense_gemm(x, *self._on_device(names, ""))
 
     def heads(self, x: Array, weight: Array | Tiles) -> Array:
@@ -119,3 +119,16 @@ class Weights:
         everything = [name for names in names_of_expert for name in names]
         stacks = [self._side_by_side(everything, part) for part in parts]
         return Experts(*(self._device.put(stack.reshape(len(names_of_expert), -1, stack.shape[1])) for stack in stacks))
+
+
+def joined(*parts: Array) -> Array:
+    """Arrays that differ in their last axis alone, one behind the other in it.
+
+    Not by CuPy's ``concatenate``, which fetches addresses from the host: a graph could not repeat that.
+    """
+    whole = array_module(parts[0]).empty((*parts[0].shape[:-1], sum(part.shape[-1] for part in parts)), np.float32)
+    at = 0
+    for part in parts:
+        whole[..., at : at + part.shape[-1]] = part
+        at += part.shape[-1]
+    return whole
