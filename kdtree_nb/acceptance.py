@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from kdtree_nb.engine import DFlash, Drafter, Engine, Generation, PromptLookup
+from kdtree_nb.engine.budget import round_costs
 from kdtree_nb.reference.tree import DraftTree
 
 BUDGETS: tuple[int | str, ...] = (4, 8, 16, 32, 64, 128, 256, "auto")
@@ -139,6 +140,14 @@ def measure(
                     progress(f"{domain} {cell.decoder} {cell.node_budget}")
         for cell, done in runs.items():
             yield {"domain": domain, **cell._asdict(), **statistics(done)}
+
+
+def automatic_costs(engine: Engine, wanted: Sequence[Cell]) -> list[float] | None:
+    """Seconds of a round by its nodes, as the automatic budget took them for the engine's drafter; None without it."""
+    if all(cell.node_budget != "auto" for cell in wanted):
+        return None
+    with engine.device.running():
+        return [round(float(cost), 7) for cost in round_costs(engine.model, engine.drafter, engine.capacity)]
 
 
 def _run(engine: Engine, text: str, cell: Cell, drafter: Drafter, max_new_tokens: int, temperature: float) -> Run:

@@ -242,7 +242,7 @@ def bench_acceptance(
     """Accepted drafts on held-out prompts. The options --domain, --decoder and --node-budget may be repeated."""
     from rich.progress import Progress
 
-    from kdtree_nb.acceptance import cells, measure, over_domains
+    from kdtree_nb.acceptance import automatic_costs, cells, measure, over_domains
     from kdtree_nb.demo import trained_bundle
     from kdtree_nb.engine import Engine
     from kdtree_nb.golden import held_out_prompts
@@ -277,13 +277,9 @@ def bench_acceptance(
         table.add_row(row["domain"], row["decoder"], str(row["node_budget"]), *values, end_section=last)
     out.print(table)
     if json_file is not None:
-        settings = {
-            "bundle": path.name,
-            "drafter": repr(engine.drafter),
-            "prompts": {name: len(texts) for name, texts in chosen.items()},
-            "tokens": tokens,
-            "temperature": temperature,
-        }
+        settings = {"bundle": path.name, "drafter": repr(engine.drafter), "tokens": tokens, "temperature": temperature}
+        settings["prompts"] = {name: len(texts) for name, texts in chosen.items()}
+        settings["round_costs"] = automatic_costs(engine, wanted)
         record(json_file, device, results, settings=settings)
 
 

@@ -41,6 +41,8 @@ def soak(engine: Engine, rounds: int, seed: int = 0, progress: Callable[[int], N
     """
     random = np.random.default_rng(seed)
     done = texts = mismatches = shortened = before = 0
+    longest = np.zeros(engine.capacity - 1, np.int32)
+    engine.generate(longest, node_budget=MAX_NODE_BUDGET, max_new_tokens=1)  # caches that are kept never grow again
     while done < rounds or texts <= WARM_UP_TEXTS:
         vocab_size, room = engine.config.vocab_size, engine.capacity
         prompt = random.integers(0, vocab_size, random.integers(1, max(2, room // 2)))

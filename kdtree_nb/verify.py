@@ -210,7 +210,7 @@ def _largest_difference(one: Proposal, other: Proposal) -> float:
 
 
 class _Watched(Drafter):
-    """A drafter whose proposals for the current text are kept, on the host, with the tokens that they follow."""
+    """A drafter that works through the host, which keeps a text's proposals with the tokens that they follow."""
 
     def __init__(self, drafter: DFlash) -> None:
         self._drafter, self._text, self.taps = drafter, Drafter(), drafter.taps
@@ -224,11 +224,10 @@ class _Watched(Drafter):
         self._text.observe(features)
 
     def propose(self, tokens: np.ndarray) -> Proposal:
-        proposal = self._text.propose(tokens)
+        log_probs, token_ids, children = self._text.propose(tokens)
         host = self._drafter.device.host
-        log_probs, token_ids, children = proposal
-        kept = Proposal(host(log_probs), host(token_ids), None if children is None else host(children))
-        self.proposals.append((tokens, kept))
+        proposal = Proposal(host(log_probs), host(token_ids), None if children is None else host(children))
+        self.proposals.append((tokens, proposal))
         return proposal
 
 

@@ -468,6 +468,9 @@ def test_bench_acceptance(run: Callable[..., Ran], trained: Path) -> None:
     assert shown.err == ""
     told = json.loads(written.read_text())
     assert told.keys() == {"device", "versions", "commit", "date", "settings", "results"}
+    costs = told["settings"].pop("round_costs")
+    assert len(costs) == 65
+    assert 0 < costs[0] <= costs[-1]
     assert told["settings"] | {"drafter": ""} == {
         "bundle": "kdt16m-int4.kdtr",
         "drafter": "",
@@ -501,6 +504,7 @@ def test_bench_acceptance_of_some_prompts_of_a_domain(run: Callable[..., Ran], t
     told = json.loads(written.read_text())
     assert told["settings"]["prompts"] == {"code": 1}
     assert told["settings"]["temperature"] == 0.8
+    assert told["settings"]["round_costs"] is None  # nothing was left to the machine
     assert [r["target_forwards"] for r in told["results"]] == [5]
 
 

@@ -46,12 +46,14 @@ def test_a_soak_sees_an_engine_whose_rows_disturb_each_other(monkeypatch: pytest
 def test_a_soak_takes_the_trained_drafter_every_other_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     target = build_text_model(tmp_path, eos_token_ids=())
     build_drafter_beside(target)
-    engine, drafters = Engine.load(target.path, "cpu", capacity=30), []
-    generate = engine.generate
-    monkeypatch.setattr(
-        engine, "generate", lambda *args, **named: drafters.append(named.get("drafter")) or generate(*args, **named)
-    )
-    found = soak(engine, 1, seed=1)
+    generate, drafters = Engine.generate, []
+
+    def watched(engine: Engine, *arguments: object, **options: object) -> object:
+        drafters.append(options.get("drafter"))
+        return generate(engine, *arguments, **options)
+
+    monkeypatch.setattr(Engine, "generate", watched)
+    found = soak(Engine.load(target.path, "cpu", capacity=30), 1, seed=1)
     assert found.mismatches == 0
     assert sum(isinstance(drafter, DFlash) for drafter in drafters) == found.texts // 2 > 5
 

@@ -191,7 +191,7 @@ class Engine:
 
     @contextmanager
     def _rounds(self, drafter: Drafter, rows: int) -> Iterator[Rounds]:
-        """With room for a text; kept from text to text for plain decoding and for the engine's own drafter.
+        """With room for a text; kept from text to text for plain decoding and for trained drafters.
 
         While a text is written they are its own: a text that is begun meanwhile gets others.
         """
@@ -199,7 +199,7 @@ class Engine:
         if found is None or found.rows < rows:
             found = Rounds(self.model, drafter, -(-rows // ROWS_AT_ONCE) * ROWS_AT_ONCE)
         yield found
-        if drafter in (NO_DRAFTER, self.drafter):
+        if drafter is NO_DRAFTER or drafter is self.drafter or isinstance(drafter, DFlash):
             self._kept[drafter] = found
 
     def _budget(self, nodes: int | str, drafter: Drafter) -> Budget:
