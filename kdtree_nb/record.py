@@ -55,7 +55,9 @@ def versions() -> dict[str, str]:
 
 
 def commit() -> str:
-    """The checkout's commit, ``-dirty`` where files differ; outside one what ``GIT_COMMIT`` says, or ``unknown``."""
+    """What ``GIT_COMMIT`` says, else the checkout's commit, ``-dirty`` where files differ, or ``unknown``."""
+    if "GIT_COMMIT" in os.environ:
+        return os.environ["GIT_COMMIT"]
     try:
         described = subprocess.run(
             ["git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"],
@@ -65,5 +67,5 @@ def commit() -> str:
             check=True,
         )
     except (OSError, subprocess.CalledProcessError):
-        return os.environ.get("GIT_COMMIT", "unknown")
+        return "unknown"
     return described.stdout.strip()

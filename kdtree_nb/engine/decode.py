@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from kdtree_nb.engine.device import Device
-from kdtree_nb.engine.rounds import Budget, Rounds, Sampling, count_nodes
+from kdtree_nb.engine.rounds import Budget, Rounds, Sampling
 from kdtree_nb.reference.tree import DraftTree
 
 DECODERS = ("ar", "chain", "ddtree")
@@ -97,10 +97,10 @@ def decode(
         tree, logits, accepted = rounds.run("ar" if last else decoder, budget, committed, sampling)
 
         new_tokens = device.host(accepted.tokens).tolist()[: int(device.host(accepted.length)[0])]
-        nodes = count_nodes(tree, device)
+        nodes = rounds.drafted(tree)
         path = device.host(accepted.path)[: len(new_tokens)]
         if on_round:
-            on_round(on_host(tree, device).first(nodes), path)
+            on_round(on_host(tree, device, nodes), path)
         if keep_logits:
             kept.extend(device.host(logits)[path])
         for token in new_tokens:
@@ -120,8 +120,8 @@ def decode(
     return generation
 
 
-def on_host(tree: DraftTree, device: Device) -> DraftTree:
-    """A tree in NumPy arrays."""
+def on_host(tree: DraftTree, device: Device, nodes: int) -> DraftTree:
+    """A tree's nodes in NumPy arrays."""
     host = device.host
     columns = host(tree.tokens), host(tree.parents), host(tree.depths), host(tree.scores)
-    return DraftTree(*columns, num_nodes=count_nodes(tree, device))
+    return DraftTree(*columns, num_nodes=nodes).first(nodes)

@@ -24,6 +24,8 @@ from kdtree_nb.reference.tree import DraftTree, check_marginals
 PREFILL_ROWS = 64
 PASSES = (1, 2, 4, 6, 8, 12, 16, 24, 32, 48, 65)
 """Rows of the passes that a budget with costs may choose on a GPU, which has a graph for each."""
+FIRST_PASS = 24
+"""The rows of a text's first pass, where nothing is known of it yet."""
 MOST_GRAPHS = 64
 """That are kept: each holds the memory of a pass."""
 T = TypeVar("T")
@@ -84,6 +86,7 @@ class Rounds:
         xp = self.device.xp
         self.root, self.left = xp.zeros(1, np.int32), xp.zeros(1, np.int32)
         self._alone = DraftTree(self.root, xp.full(1, -1, np.int32), xp.zeros(1, np.int32), xp.zeros(1, np.float32), 1)
+        self._rows = FIRST_PASS
         self._graphs: dict[Hashable, Graph | None] = {}  # None: has run once
 
     def begin(self, prompt: np.ndarray, limit: int) -> None:
@@ -92,6 +95,7 @@ class Rounds:
         prefill(self.model, self.cache, prompt[:-1], self.drafter)
         self.root[:] = int(prompt[-1])
         self.left[:] = limit
+        self._rows = FIRST_PASS
 
     def run(self, decoder: str, budget: Budget, committed: list[int], sampling: Sampling) -> Outcome:
         """One round.
@@ -151,18 +155,26 @@ class Rounds:
         log_probs = xp.where(wanted, log_probs, np.float32(-np.inf))
         return tree_build(self.root, log_probs, token_ids, budget.nodes, children, budget.costs), 1 + length
 
+    def drafted(self, tree: DraftTree) -> int:
+        """How many nodes a round's tree had, the root included; the next pass has room for as many as paid now."""
+        nodes = count_nodes(tree, self.device)
+        self._rows = min((rows for rows in PASSES if rows >= nodes), default=PASSES[-1])
+        return min(nodes, len(tree.tokens))
+
     def _cut(self, tree: DraftTree, budget: Budget, fixed: bool) -> DraftTree:
         """The rows of a tree that are worth a pass.
 
-        NumPy knows where a tree ends. A GPU's host does not, and asks only where the cost of a pass is at stake.
+        NumPy knows where a tree ends. A GPU's host does not, and does not ask: where the cost of a pass is at stake, it
+        takes the size that would have been right the round before.
         """
-        if not isinstance(tree.num_nodes, int) and budget.costs is None:
+        if isinstance(tree.num_nodes, int):
+            return tree.first(tree.num_nodes)
+        if budget.costs is None:
             return tree
-        nodes = count_nodes(tree, self.device)
         if not fixed:
-            return tree.first(nodes)
-        rows = min((rows for rows in PASSES if rows >= nodes), default=len(tree.tokens))
-        columns = tree.tokens[:rows], tree.parents[:rows], tree.depths[:rows], tree.scores[:rows]
+            return tree.first(count_nodes(tree, self.device))
+        rows = slice(self._rows)
+        columns = tree.tokens[rows], tree.parents[rows], tree.depths[rows], tree.scores[rows]
         return DraftTree(*columns, num_nodes=tree.num_nodes)
 
     def _verify(self, tree: DraftTree, max_path: int, sampling: Sampling) -> tuple[Array, Acceptance]:
