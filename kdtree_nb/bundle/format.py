@@ -29,7 +29,7 @@ METADATA = "__metadata__"  # the library reserves this name, so no tensor can ha
 
 
 class BundleError(ValueError):
-    """A bundle that must not be used: one line that names the file, the tensor, its value and what was expected."""
+    """A bundle or checkpoint that must not be used: one line names file, tensor, value and what was expected."""
 
 
 class Entry(NamedTuple):
@@ -47,11 +47,16 @@ def fault(path: Path, message: str) -> BundleError:
     return BundleError(text if len(text) <= 1000 else f"{text[:1000]}…")
 
 
-def beside(path: Path, what: str, name: str) -> Path:
-    """The file ``name`` in the folder of ``path``, and nowhere else."""
+def sibling(path: Path, what: str, name: str) -> Path:
+    """The file that is called ``name`` in the folder of ``path``; it may be a link."""
     if not (0 < len(name) < 256 and name.isprintable()) or name == "." or ".." in name or set(name) & set("/\\:"):
         raise fault(path, f"{what} {name!r} is not a plain file name, expected one in the same folder")
-    file = path.with_name(name)
+    return path.with_name(name)
+
+
+def beside(path: Path, what: str, name: str) -> Path:
+    """The file ``name`` in the folder of ``path``, and nowhere else."""
+    file = sibling(path, what, name)
     if os.path.dirname(os.path.realpath(file)) != os.path.realpath(path.parent):
         raise fault(path, f"{what} {name!r} leads outside the folder, expected a file in it")
     return file
@@ -72,14 +77,17 @@ def metadata_checksum(metadata: Mapping[str, str]) -> str:
     return checksum(json.dumps([metadata.get("config"), metadata.get("tokenizer")]).encode())
 
 
-def check_layout(path: Path, config: ModelConfig, entries: Mapping[str, Entry]) -> None:
-    """Every weight of the config once, float or packed, in its shape; and nothing else."""
+def check_count(path: Path, config: ModelConfig, found: int) -> None:
+    """That there are about as many tensors as the config asks for, before it lists them: it can ask for billions."""
     sparse_layers = max(0, config.num_hidden_layers - config.first_k_dense_replace)
     at_least = 5 * config.num_hidden_layers + 3 * config.n_routed_experts * sparse_layers
-    if at_least > len(entries):  # before the names are listed: a config can ask for billions
-        raise fault(
-            path, f"holds {len(entries)} tensors, expected {at_least} weights and more; a shard opens by its index"
-        )
+    if at_least > found:
+        raise fault(path, f"holds {found} tensors, expected {at_least} weights and more; a shard opens by its index")
+
+
+def check_layout(path: Path, config: ModelConfig, entries: Mapping[str, Entry]) -> None:
+    """Every weight of the config once, float or packed, in its shape; and nothing else."""
+    check_count(path, config, len(entries))
 
     def expect(name: str, dtypes: Sequence[str], shape: tuple[int, ...]) -> None:
         entry = entries[name]
