@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import math
 import os
 import re
 from collections.abc import Mapping, Sequence
@@ -39,6 +40,11 @@ class Entry(NamedTuple):
     dtype: str
     nbytes: int
     file: Path
+
+
+def entry(shape: tuple[int, ...], dtype: str, file: Path) -> Entry:
+    """A tensor of one of the dtypes that a bundle has."""
+    return Entry(shape, dtype, math.prod(shape) * DTYPES[dtype].itemsize, file)
 
 
 def fault(path: Path, message: str) -> BundleError:
