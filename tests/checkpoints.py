@@ -58,7 +58,10 @@ def fused_tensors(weights: Mapping[str, np.ndarray], config: ModelConfig) -> dic
     for layer in range(config.first_k_dense_replace, config.num_hidden_layers):
         at = f"model.layers.{layer}.mlp.experts"
         halves = [
-            [np.concatenate([weights[f"{at}.{e}.gate_proj"], weights[f"{at}.{e}.up_proj"]]), weights[f"{at}.{e}.down_proj"]]
+            [
+                np.concatenate([weights[f"{at}.{e}.gate_proj"], weights[f"{at}.{e}.up_proj"]]),
+                weights[f"{at}.{e}.down_proj"],
+            ]
             for e in range(config.n_routed_experts)
         ]
         tensors[f"{at}.gate_up_proj"] = np.stack([gate_up for gate_up, _ in halves])
