@@ -401,12 +401,12 @@ def test_a_file_that_shrinks_meanwhile(tmp_path: Path) -> None:
 
 
 SLOW = textwrap.dedent("""
-    import sys, time
+    import os, sys, time
     from kdtree_nb.checkpoint import convert
     def wait(done, total):
         if done > total // 2:
-            print("halfway", flush=True)
-            time.sleep(600)
+            os.write(1, b"halfway\\n")  # whole, though each thread comes here
+            time.sleep(60)
     convert(sys.argv[1], sys.argv[2], max_shard_bytes=8000, progress=wait)
 """)
 
@@ -419,9 +419,10 @@ def killed(tmp_path: Path) -> tuple[Path, Path]:
     command = [sys.executable, "-c", SLOW, str(folder), str(out)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=root) as writer:
         assert writer.stdout is not None
-        assert writer.stdout.readline() == "halfway\n"
+        line = writer.stdout.readline()
         writer.send_signal(signal.SIGKILL)
         writer.wait(timeout=60)
+    assert line == "halfway\n"
     return folder, out
 
 
