@@ -19,7 +19,7 @@ from kdtree_nb.quantization import CODES_PER_WORD, GROUP_SIZE, RULES, quantize, 
 SELECT: dict[str, Callable[[str], bool] | None] = {"mlp": None, "routed": routed_experts, "none": lambda name: False}
 """Which float weights become INT4: all that can, the routed experts as in Kimi K2, or none."""
 SHARD_BYTES = 4 * 2**30
-BLOCK_BYTES = 2**23
+BLOCK_BYTES = 2**20
 """Of a weight as it is stored. A thread quantising a block needs about ten times as much."""
 THREADS = min(8, os.cpu_count() or 1)
 

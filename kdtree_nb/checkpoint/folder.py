@@ -50,6 +50,11 @@ class Rows(NamedTuple):
         """Bytes of one row; of one element, where there are no rows."""
         return math.prod(self.shape[1:]) * STORED_DTYPES[self.dtype].itemsize
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all of them."""
+        return math.prod(self.shape) * STORED_DTYPES[self.dtype].itemsize
+
     def slice(self, begin: int, end: int) -> "Rows":
         """Rows ``begin`` to ``end`` of these."""
         offset = self.offset + begin * self.row_bytes
@@ -63,12 +68,11 @@ class Rows(NamedTuple):
         BundleError
             If the file has become shorter.
         """
-        dtype, count = STORED_DTYPES[self.dtype], math.prod(self.shape)
         # Read, not mapped: pages of a mapped file count as memory in use, and a folder can have a thousand gigabytes.
-        data = np.fromfile(self.file, np.uint8, count * dtype.itemsize, offset=self.offset)
-        if data.nbytes != count * dtype.itemsize:
+        data = np.fromfile(self.file, np.uint8, self.nbytes, offset=self.offset)
+        if data.nbytes != self.nbytes:
             raise fault(self.file, f"tensor {self.name!r} ends early: the file has changed since it was opened")
-        return data.view(dtype).reshape(self.shape)
+        return data.view(STORED_DTYPES[self.dtype]).reshape(self.shape)
 
 
 @dataclass(frozen=True)

@@ -5,6 +5,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from kdtree_nb.bundle.bundle import Row
 from kdtree_nb.bundle.format import FLOATS, check_count, fault
 from kdtree_nb.checkpoint.folder import CONFIG, Folder, Rows
 from kdtree_nb.config import ModelConfig
@@ -37,6 +38,16 @@ class Weight(NamedTuple):
     data: Rows
     scales: Rows | None = None
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the values and their scales."""
+        return self.data.nbytes + (self.scales.nbytes if self.scales else 0)
+
+    @property
+    def dtypes(self) -> str:
+        """What is stored, for a table."""
+        return self.data.dtype + (f" + {self.scales.dtype}" if self.scales else "")
+
 
 @dataclass(frozen=True)
 class Checkpoint:
@@ -55,6 +66,19 @@ class Checkpoint:
     config: ModelConfig
     weights: Mapping[str, Weight]
     skipped: Mapping[str, Rows]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the weights and their scales."""
+        return sum(weight.nbytes for weight in self.weights.values())
+
+    def rows(self) -> list[Row]:
+        """One row a weight, in the order of the forward pass."""
+        total = self.nbytes
+        return [
+            Row(name, weight.kind, weight.shape, weight.dtypes, weight.nbytes, weight.nbytes / total)
+            for name, weight in self.weights.items()
+        ]
 
 
 def read_checkpoint(folder: Folder) -> Checkpoint:
