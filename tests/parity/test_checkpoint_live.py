@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from checkpoints import float_tensors, fp8_tensors, write_folder
+from checkpoints import FP8, float_tensors, fp8_tensors, write_folder
 from helpers import assert_same_bits
 from ml_dtypes import bfloat16
 
@@ -76,28 +76,25 @@ def assert_same_text(model: Any, bundle: Path, tolerance: float = TOLERANCE) -> 
 def test_transformers_loads_an_export(tmp_path: Path, name: str, select: str) -> None:
     folder, _ = source(tmp_path / "hf", name)
     bundle = convert(folder, tmp_path / "bundle", select=select)
-    exported = export(bundle, tmp_path / "exported", max_shard_bytes=200_000)
+    exported = export(bundle, tmp_path / "exported", max_shard_bytes=50_000)
     assert len(list(exported.glob("*.safetensors"))) > 1
     assert_same_text(load(exported), bundle)
 
 
 @pytest.mark.parametrize("select", ["mlp", "routed"])
 def test_transformers_dequantises_bfloat16_scales_as_the_format_says(tmp_path: Path, select: str) -> None:
-    """compressed-tensors rounds code · scale to bfloat16; the engine does not. With the weights alike, so are logits."""
+    """compressed-tensors rounds code · scale to bfloat16, the engine does not; on the same weights they agree."""
     folder, config = source(tmp_path / "hf", "q_lora_yarn", bfloat16)
     bundle = convert(folder, tmp_path / "bundle", select=select)
-    model = load(export(bundle, tmp_path / "exported"), quantization_config=dequantising())
+    reading = transformers.CompressedTensorsConfig(dequantize=True)
+    model = load(export(bundle, tmp_path / "exported"), quantization_config=reading).float()  # its experts are bfloat16
     ours = Bundle.open(bundle).weights()
     rounded = {name: weight.astype(bfloat16).astype(np.float32) for name, weight in ours.items()}
-    rounded |= {name: weight for name, weight in ours.items() if name.endswith("mlp.gate") or name.endswith("_bias")}
+    rounded |= {name: weight for name, weight in ours.items() if name.endswith(("mlp.gate", "_bias"))}
     same = convert(
         write_folder(tmp_path / "rounded", config.to_hf(), float_tensors(rounded)), tmp_path / "same", select="none"
     )
     assert_same_text(model, same, 1e-4)
-
-
-def dequantising() -> Any:
-    return transformers.CompressedTensorsConfig(dequantize=True)
 
 
 @pytest.mark.parametrize("dtype", [np.float32, bfloat16])
@@ -140,38 +137,25 @@ def test_what_transformers_saves_quantised(tmp_path: Path, name: str, dtype: typ
         assert_same_bits(packed[f"{key}.qw"], own[f"{key}.qw"])
         assert_same_bits(packed[f"{key}.sc"], own[f"{key}.sc"])
     if dtype is np.float32:
-        assert_same_text(load(saved), bundle)
+        assert_same_text(model.eval(), bundle)  # transformers cannot load floats where it expects packed experts
 
 
 @pytest.mark.parametrize("name", ["plain", "q_lora_yarn"])
-def test_fp8_means_what_transformers_reads_in_it(tmp_path: Path, name: str) -> None:
-    settings = settings_of(name)
+def test_fp8_means_what_transformers_reads_in_it(tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    larger = {"hidden_size": 256, "intermediate_size": 384, "moe_intermediate_size": 128}  # several blocks, all whole
+    settings = json.loads(transformers.DeepseekV3Config(**{**COMMON, **MODELS[name], **larger}).to_json_string())
     config = ModelConfig.from_hf(settings)
     tensors, _ = fp8_tensors(random_weights(config, 7))
-    settings["quantization_config"] = {
-        "quant_method": "fp8",
-        "fmt": "e4m3",
-        "activation_scheme": "dynamic",
-        "weight_block_size": [128, 128],
-    }
-    folder = write_folder(tmp_path / "hf", settings, tensors)
+    folder = write_folder(tmp_path / "hf", settings | {"quantization_config": FP8}, tensors)
     bundle = convert(folder, tmp_path / "bundle", select="none")
-    # In bfloat16, as DeepSeek's conversion and ours store it; then all arithmetic in float32.
-    model, info = AutoModelForCausalLM.from_pretrained(
-        folder,
-        dtype=torch.bfloat16,
-        attn_implementation="eager",
-        quantization_config=FineGrainedFP8Config(weight_block_size=(128, 128), dequantize=True),
-        output_loading_info=True,
+    # It asks for accelerate, which dequantising on a CPU never calls.
+    monkeypatch.setattr("transformers.quantizers.quantizer_finegrained_fp8.is_accelerate_available", lambda: True)
+    reading = FineGrainedFP8Config(weight_block_size=(128, 128), dequantize=True)
+    # In bfloat16, as DeepSeek's conversion and ours store it; then all arithmetic is in float32.
+    model = AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.bfloat16, attn_implementation="eager", quantization_config=reading
     )
-    assert {kind: names for kind, names in info.items() if names} == {}
-    state = {key.removesuffix(".weight"): value.float().numpy() for key, value in model.state_dict().items()}
-    compared = 0
-    for key, weight in Bundle.open(bundle).weights().items():
-        if key in state and key.endswith(("_proj", "with_mqa")):
-            np.testing.assert_array_equal(weight, state[key], err_msg=key)
-            compared += 1
-    assert compared >= 4 * config.num_hidden_layers
+    assert_same_text(model.float().eval(), bundle, 1e-4)
 
 
 @pytest.mark.parametrize("name", ["plain", "q_lora_yarn_groups"])
