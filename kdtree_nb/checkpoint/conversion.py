@@ -14,6 +14,7 @@ from kdtree_nb.bundle.stream import Source
 from kdtree_nb.bundle.write import write_bundle
 from kdtree_nb.checkpoint.folder import open_folder
 from kdtree_nb.checkpoint.layout import FP8_BLOCK, Checkpoint, Weight, read_checkpoint
+from kdtree_nb.checkpoint.tokenizer import bring_tokenizer
 from kdtree_nb.quantization import CODES_PER_WORD, GROUP_SIZE, RULES, quantize, quantized_names, routed_experts
 
 SELECT: dict[str, Callable[[str], bool] | None] = {"mlp": None, "routed": routed_experts, "none": lambda name: False}
@@ -87,7 +88,7 @@ def convert(
         target / f"model{SUFFIX}",
         checkpoint.config,
         tensors,
-        tokenizer=copy_tokenizer(checkpoint.folder.path, target),
+        tokenizer=bring_tokenizer(checkpoint.folder.path, target),
         max_shard_bytes=max_shard_bytes,
         threads=THREADS,
         resume=json.dumps([checkpoint.folder.identity, rule, select]),
@@ -140,17 +141,6 @@ def convert_source(checkpoint: Checkpoint, rule: str = "minmax", select: str | N
                 yield {name: values}
 
     return Source(layout, blocks)
-
-
-def copy_tokenizer(source: Path, target: Path) -> str | None:
-    """Put the folder's ``tokenizer.json`` beside the bundle, whole or not at all; returns its name."""
-    name = "tokenizer.json"
-    if not (source / name).is_file():
-        return None
-    temporary = target / f".{name}.tmp"
-    shutil.copyfile(source / name, temporary)
-    os.replace(temporary, target / name)
-    return name
 
 
 def _blocks(weight: Weight) -> Iterator[tuple[int, int]]:
