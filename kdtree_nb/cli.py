@@ -106,6 +106,7 @@ def generate(
     max_new_tokens: Annotated[int, typer.Option(help="Where to stop, if the text does not end before.")] = 64,
     temperature: Annotated[float, typer.Option(help="0: the most probable token; above: samples.")] = 0.0,
     seed: Annotated[int, typer.Option(help="Of the samples.")] = 0,
+    chat: Annotated[bool, typer.Option("--chat", help="The prompt is a message, put into the chat template.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of the text.")] = False,
     device: Device = "auto",
 ) -> None:
@@ -124,7 +125,12 @@ def generate(
             sys.stdout.write(stream.step(engine.tokenizer, token) or "")
             sys.stdout.flush()
 
-    run = engine.generate(text, decoder, node_budget, max_new_tokens, temperature, seed, on_token=show)
+    prompt_or_tokens: str | list[int] = text
+    if chat:
+        from kdtree_nb.chat import chat_tokens
+
+        prompt_or_tokens = chat_tokens(engine, text)
+    run = engine.generate(prompt_or_tokens, decoder, node_budget, max_new_tokens, temperature, seed, on_token=show)
     if as_json:
         statistics = {
             "prompt": text,

@@ -14,7 +14,7 @@ from kdtree_nb.bundle.stream import Source
 from kdtree_nb.bundle.write import write_bundle
 from kdtree_nb.checkpoint.folder import open_folder
 from kdtree_nb.checkpoint.layout import FP8_BLOCK, Checkpoint, Weight, read_checkpoint
-from kdtree_nb.checkpoint.tokenizer import bring_tokenizer
+from kdtree_nb.checkpoint.tokenizer import bring_tokenizer, copy_companions
 from kdtree_nb.quantization import CODES_PER_WORD, GROUP_SIZE, RULES, quantize, quantized_names, routed_experts
 
 SELECT: dict[str, Callable[[str], bool] | None] = {"mlp": None, "routed": routed_experts, "none": lambda name: False}
@@ -84,6 +84,7 @@ def convert(
         if progress is not None:
             progress(done, total)
 
+    copy_companions(checkpoint.folder.path, target)
     return write_bundle(
         target / f"model{SUFFIX}",
         checkpoint.config,

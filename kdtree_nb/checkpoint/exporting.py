@@ -15,7 +15,7 @@ from kdtree_nb.bundle.format import Entry, fault
 from kdtree_nb.bundle.stream import Source, plan_shards, sync_folder, write_index, write_tensors
 from kdtree_nb.checkpoint.conversion import SHARD_BYTES, THREADS
 from kdtree_nb.checkpoint.folder import CONFIG, INDEX, WEIGHTS
-from kdtree_nb.checkpoint.tokenizer import TOKENIZER
+from kdtree_nb.checkpoint.tokenizer import TOKENIZER, copy_companions
 from kdtree_nb.quantization import GROUP_SIZE
 
 SUFFIXES = {".qw": ".weight_packed", ".sc": ".weight_scale"}
@@ -71,6 +71,7 @@ def export(
         write_index(target / INDEX, shards, source)
     if opened.tokenizer is not None:
         shutil.copyfile(opened.path.parent / opened.tokenizer, target / TOKENIZER)
+    copy_companions(opened.path.parent, target)
     with open(target / CONFIG, "x", encoding="utf-8") as out:
         json.dump(exported_config(opened), out, indent=2)
         out.flush()

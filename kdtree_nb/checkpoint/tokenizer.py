@@ -14,6 +14,8 @@ from kdtree_nb.checkpoint.folder import read_json
 TOKENIZER, TIKTOKEN = "tokenizer.json", "tiktoken.model"
 RESERVED_TOKENS = 256
 """Special tokens of Kimi's vocabulary, behind the ranked ones."""
+COMPANIONS = ("tokenizer_config.json", "chat_template.jinja")
+"""What ``generate --chat`` reads beside a bundle."""
 _LARGEST_FILE = 2**26
 _CONTRACTION = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
 _UPPER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]"
@@ -55,6 +57,13 @@ def bring_tokenizer(source: Path, target: Path) -> str | None:
         return None
     os.replace(temporary, target / TOKENIZER)
     return TOKENIZER
+
+
+def copy_companions(source: Path, target: Path) -> None:
+    """Take along the files that say how a conversation becomes a text."""
+    for name in COMPANIONS:
+        if (source / name).is_file():
+            shutil.copyfile(source / name, target / name)
 
 
 def kimi_tokenizer(folder: Path) -> Tokenizer:
