@@ -311,6 +311,9 @@ def test_unknown_choices(tmp_path: Path) -> None:
         convert(folder, tmp_path / "out", rule="best")
     with pytest.raises(ValueError, match="select='all', expected one of mlp, routed, none"):
         convert(folder, tmp_path / "out", select="all")
+    for target in (folder, folder / "config.json"):
+        with pytest.raises(BundleError, match="is a file or the checkpoint itself, expected another folder or nothing"):
+            convert(folder, target)
 
 
 def test_a_pickle_is_not_opened(tmp_path: Path) -> None:

@@ -69,8 +69,8 @@ def convert(
     checkpoint = read_checkpoint(open_folder(source))
     tensors = convert_source(checkpoint, rule, select)
     target = Path(target)
-    if target.exists() and not target.is_dir():
-        raise fault(target, "is a file, expected a folder or nothing")
+    if (target.exists() and not target.is_dir()) or target.resolve() == Path(source).resolve():
+        raise fault(target, "is a file or the checkpoint itself, expected another folder or nothing")
     total, done = sum(entry.nbytes for entry in tensors.entries().values()), 0
     target.mkdir(parents=True, exist_ok=True)
     unfinished = sum(file.stat().st_size for file in target.glob(f".*{SUFFIX}.*"))

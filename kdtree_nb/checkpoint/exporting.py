@@ -83,7 +83,7 @@ def export(
 def exported_config(bundle: Bundle) -> dict[str, Any]:
     """The config.json that describes a bundle, its INT4 weights included."""
     settings = bundle.config.to_hf()
-    floats = {entry.dtype for name, entry in bundle.entries.items() if name in bundle.config.weight_shapes()}
+    floats = {entry.dtype for name, entry in bundle.entries.items() if not name.endswith((".qw", ".sc"))}
     settings["torch_dtype"] = "bfloat16" if "BF16" in floats else "float16" if floats == {"F16"} else "float32"
     if not any(name.endswith(".qw") for name in bundle):
         return settings
@@ -104,24 +104,25 @@ def _ignored(bundle: Bundle) -> list[str]:
     """Projections that are not packed: one expression where that holds in all layers and experts, else each name."""
     kinds: dict[str, list[str]] = {}
     packed: set[str] = set()
-    for name, shape in bundle.config.weight_shapes().items():
+    shapes = bundle.config.weight_shapes()
+    for name, shape in shapes.items():
         if len(shape) == 2 and name != "model.embed_tokens":
             kind = re.sub(r"\\\.\d+\\\.", r"\\.\\d+\\.", re.escape(name))
             if name in bundle:
                 kinds.setdefault(kind, []).append(name)
             else:
                 packed.add(kind)
-    return [
-        entry
-        for kind, names in kinds.items()
-        for entry in (names if kind in packed or len(names) == 1 else [f"re:{kind}$"])
-    ] + (["lm_head"] if bundle.config.tie_word_embeddings else [])
+    rules = [] if "lm_head" in shapes else ["lm_head"]  # a tied head is a module too
+    for kind, names in kinds.items():
+        rules += names if kind in packed or len(names) == 1 else [f"re:{kind}$"]
+    return rules
 
 
 def _source(bundle: Bundle) -> Source:
     """A bundle's tensors under their names in a checkpoint."""
     layout: dict[str, dict[str, Entry]] = {}
-    for name in bundle.config.weight_shapes():
+    shapes = bundle.config.weight_shapes()
+    for name in shapes:
         if name in bundle:
             stored = name if name.endswith("_bias") else f"{name}.weight"
             layout[name] = {stored: bundle.entries[name]}
@@ -135,6 +136,6 @@ def _source(bundle: Bundle) -> Source:
             return
         for old, new in SUFFIXES.items():
             yield {f"{name}{new}": bundle[f"{name}{old}"]}
-        yield {f"{name}.weight_shape": np.array(bundle.config.weight_shapes()[name], np.int32)}
+        yield {f"{name}.weight_shape": np.array(shapes[name], np.int32)}
 
     return Source(layout, blocks)

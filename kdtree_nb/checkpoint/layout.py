@@ -96,7 +96,7 @@ def read_checkpoint(folder: Folder) -> Checkpoint:
     except ValueError as error:
         raise fault(folder.path / CONFIG, str(error)) from error
     kinds = {"float", _quantisation(folder)}
-    found, skipped = _group(folder, config)
+    found, skipped = _group(folder)
     check_count(folder.path, config, len(found))
     packable, weights = quantized_names(config), {}
     for name, shape in config.weight_shapes().items():
@@ -114,7 +114,7 @@ def read_checkpoint(folder: Folder) -> Checkpoint:
     return Checkpoint(folder, config, weights, skipped)
 
 
-def _group(folder: Folder, config: ModelConfig) -> tuple[dict[str, dict[str, Rows]], dict[str, Rows]]:
+def _group(folder: Folder) -> tuple[dict[str, dict[str, Rows]], dict[str, Rows]]:
     """``{weight: {part: Rows}}``, fused experts taken apart; and what is not needed."""
     found: dict[str, dict[str, Rows]] = {}
     skipped: dict[str, Rows] = {}
@@ -128,7 +128,7 @@ def _group(folder: Folder, config: ModelConfig) -> tuple[dict[str, dict[str, Row
             not stored.startswith(folder.prefix)
             or (layer and int(layer[1]) in further)
             or name.endswith(".rotary_emb.inv_freq")  # older checkpoints keep this table
-            or (name == "lm_head.weight" and config.tie_word_embeddings)
+            or (name == "lm_head.weight" and folder.settings.get("tie_word_embeddings"))
         ):
             skipped[stored] = rows
             continue
