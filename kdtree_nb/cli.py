@@ -3,6 +3,8 @@
 import json
 import sys
 import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
@@ -123,6 +125,7 @@ def generate(
     seed: Annotated[int, typer.Option(help="Of the samples.")] = 0,
     top_k: Annotated[int, typer.Option(help="Sample from the k most probable tokens; 0: from all.")] = 0,
     top_p: Annotated[float, typer.Option(help="Of these, from the fewest with this probability; 1: all.")] = 1.0,
+    chat: Annotated[bool, typer.Option("--chat", help="The prompt is a message, put into the chat template.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of the text.")] = False,
     device: Device = "auto",
 ) -> None:
@@ -143,8 +146,13 @@ def generate(
             sys.stdout.flush()
 
     drafts = PromptLookup() if drafter == "lookup" else engine.drafter
+    prompt_or_tokens: str | list[int] = text
+    if chat:
+        from kdtree_nb.chat import chat_tokens
+
+        prompt_or_tokens = chat_tokens(engine, text)
     run = engine.generate(
-        text, decoder, node_budget, max_new_tokens, temperature, seed, top_k, top_p, drafts, on_token=show
+        prompt_or_tokens, decoder, node_budget, max_new_tokens, temperature, seed, top_k, top_p, drafts, on_token=show
     )
     if as_json:
         statistics = {
@@ -181,28 +189,79 @@ def generate(
 
 @app.command()
 def inspect(
-    bundle: BundlePath,
-    verify: Annotated[bool, typer.Option("--verify", help="Read every tensor and check its sum.")] = False,
+    path: Annotated[Path, typer.Argument(help="A bundle, or the folder of a Hugging Face checkpoint.")],
+    verify: Annotated[bool, typer.Option("--verify", help="Read every tensor of a bundle and check its sum.")] = False,
     every: Annotated[bool, typer.Option("--all", help="A row for each weight of each layer and expert.")] = False,
 ) -> None:
-    """Show what a bundle holds."""
-    from kdtree_nb.bundle import Bundle
+    """Show what a bundle or a checkpoint holds, and what it takes to run it."""
+    from kdtree_nb.bundle import Bundle, Entry
+    from kdtree_nb.bundle.bundle import summarise
+    from kdtree_nb.checkpoint import Checkpoint, open_folder, read_checkpoint
+    from kdtree_nb.checkpoint.conversion import convert_source
+    from kdtree_nb.checkpoint.folder import is_checkpoint
+    from kdtree_nb.checkpoint.needs import describe_needs
+    from kdtree_nb.config import ModelConfig
 
-    opened = Bundle.open(bundle)
+    opened: Bundle | Checkpoint
+    stored: Mapping[str, Entry]
+    if is_checkpoint(path):
+        if verify:
+            raise ValueError(f"inspect: --verify of {path}, expected a bundle: a checkpoint has no checksums")
+        opened, title = read_checkpoint(open_folder(path)), path
+        stored = convert_source(opened).entries()
+        packed = sum(name.endswith(".qw") for name in stored)
+        size = sum(entry.nbytes for entry in stored.values())
+        note = f"convert makes a bundle of {size:,} bytes with {packed} weights in INT4"
+        if opened.skipped:
+            note += f", and leaves out {len(opened.skipped)} tensors that are of no use to it"
+    else:
+        opened = Bundle.open(path)
+        title, stored, note = opened.path, opened.entries, f"tokenizer: {opened.tokenizer or 'none'}"
     name = Column("name", overflow="fold")  # in a narrow terminal or a pipe, whole over two lines
-    table = Table(
-        name, "kind", "shape", "dtype", "bytes", "share", title=escape(str(opened.path)), title_justify="left"
-    )
-    for row in opened.rows() if every else opened.summary():
+    table = Table(name, "kind", "shape", "dtype", "bytes", "share", title=escape(str(title)), title_justify="left")
+    for row in opened.rows() if every else summarise(opened.rows()):
         shape = " × ".join(map(str, row.shape))
         table.add_row(escape(row.name), row.kind, shape, row.dtype, f"{row.bytes:,}", f"{row.share:.1%}")
     out.print(table)
-    size = f"{opened.nbytes:,} bytes of weights, tokenizer: {opened.tokenizer or 'none'}"
-    out.print(f"{opened.config}; {size}", soft_wrap=True)
-    if verify:
+    out.print(f"{opened.config}; {opened.nbytes:,} bytes of weights, {note}", soft_wrap=True)
+    if isinstance(opened.config, ModelConfig):
+        for line in describe_needs(opened.config, stored):
+            out.print(line, soft_wrap=True)
+    if verify and isinstance(opened, Bundle):
         with err.status("checking") as status:
             opened.verify(lambda name: status.update(f"checking {escape(name)}"))
         out.print(f"PASS  {len(opened)} tensors match their checksums")
+
+
+@app.command()
+def convert(
+    source: Annotated[Path, typer.Argument(help="A folder with config.json and safetensors, as on the Hub.")],
+    target: Annotated[Path, typer.Argument(help="The folder of the bundle; called again, it goes on.")],
+    rule: Annotated[str, typer.Option(help="minmax, amax7 or mse: how a group's scale is chosen.")] = "minmax",
+    select: Annotated[
+        str | None,
+        typer.Option(help="Floats to quantise: mlp, routed (experts) or none; mlp, or none beside INT4, by default."),
+    ] = None,
+) -> None:
+    """Make a bundle of a Hugging Face checkpoint: bf16, fp16, fp32, DeepSeek's fp8, or INT4 as in Kimi K2."""
+    from kdtree_nb.checkpoint import convert as convert_checkpoint
+
+    with _bytes_bar("converting") as progress:
+        path = convert_checkpoint(source, target, rule, select, progress=progress)
+    out.print(f"{path}", markup=False, soft_wrap=True)
+
+
+@app.command()
+def export(
+    bundle: BundlePath,
+    target: Annotated[Path, typer.Argument(help="The new folder.")],
+) -> None:
+    """Write a bundle as a Hugging Face folder, for transformers, vLLM or SGLang."""
+    from kdtree_nb.checkpoint import export as export_bundle
+
+    with _bytes_bar("exporting") as progress:
+        path = export_bundle(bundle, target, progress=progress)
+    out.print(f"{path}", markup=False, soft_wrap=True)
 
 
 @bench.command("resources")
@@ -342,6 +401,17 @@ def _soak(golden: Path, device: str, rounds: int, lines: list[str]) -> bool:
     print(line, flush=True)
     lines.append(f"{path.name}  {line}")
     return passed
+
+
+@contextmanager
+def _bytes_bar(what: str) -> Iterator[Callable[[int, int], None]]:
+    """A bar of bytes on standard error, with rate and remaining time; takes bytes done and bytes of all."""
+    from rich.progress import DownloadColumn, Progress, TimeRemainingColumn, TransferSpeedColumn
+
+    columns = (*Progress.get_default_columns()[:2], DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=err) as bar:
+        task = bar.add_task(what, total=None)
+        yield lambda done, total: bar.update(task, completed=done, total=total)
 
 
 def _prompt(prompt: str | None, prompt_file: Path | None) -> str:

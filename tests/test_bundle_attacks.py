@@ -577,7 +577,7 @@ def test_any_json_in_any_place_gives_clean_errors(
         parent = parent[place]
         place = choose.choice(sorted(parent)) if isinstance(parent, dict) else choose.randrange(len(parent))
     parent[place] = value
-    if isinstance(header["__metadata__"], dict) and parent is not header["__metadata__"]:
+    if place != "__metadata__" and parent is not header["__metadata__"]:  # else there is nothing left to seal
         header["__metadata__"]["config"] = json.dumps(hf)
         if sealed:
             seal(header)

@@ -3,7 +3,7 @@
 import html
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import NamedTuple, Self
@@ -16,7 +16,10 @@ from kdtree_nb.quantization import QuantizedWeight, dequantize
 
 
 class Row(NamedTuple):
-    """One weight in the table of ``inspect``; ``kind`` is ``int4`` or ``float``, ``share`` a fraction of the bytes."""
+    """One weight in the table of ``inspect``; ``share`` is a fraction of the bytes.
+
+    ``kind`` is ``int4`` or ``float``, in a checkpoint also ``fp8``.
+    """
 
     name: str
     kind: str
@@ -24,6 +27,25 @@ class Row(NamedTuple):
     dtype: str
     bytes: int
     share: float
+
+
+def summarise(every: Iterable[Row]) -> list[Row]:
+    """Rows with what differs in layer or expert only drawn together; shape () where shapes differ too."""
+    groups: dict[tuple[str, str, str], list[Row]] = {}
+    for row in every:
+        name = re.sub(r"\.(layers|experts)\.\d+\.", r".\1.*.", row.name)
+        groups.setdefault((name, row.kind, row.dtype), []).append(row)
+    return [
+        Row(
+            rows[0].name if len(rows) == 1 else f"{name} ({len(rows)} weights)",
+            kind,
+            rows[0].shape if len({row.shape for row in rows}) == 1 else (),
+            dtype,
+            sum(row.bytes for row in rows),
+            sum(row.share for row in rows),
+        )
+        for (name, kind, dtype), rows in groups.items()
+    ]
 
 
 class Bundle(Mapping[str, np.ndarray]):
@@ -125,22 +147,8 @@ class Bundle(Mapping[str, np.ndarray]):
         return rows
 
     def summary(self) -> list[Row]:
-        """:meth:`rows` with what differs in layer or expert only drawn together; shape () where shapes differ too."""
-        groups: dict[tuple[str, str, str], list[Row]] = {}
-        for row in self.rows():
-            name = re.sub(r"\.(layers|experts)\.\d+\.", r".\1.*.", row.name)
-            groups.setdefault((name, row.kind, row.dtype), []).append(row)
-        return [
-            Row(
-                rows[0].name if len(rows) == 1 else f"{name} ({len(rows)} weights)",
-                kind,
-                rows[0].shape if len({row.shape for row in rows}) == 1 else (),
-                dtype,
-                sum(row.bytes for row in rows),
-                sum(row.share for row in rows),
-            )
-            for (name, kind, dtype), rows in groups.items()
-        ]
+        """:meth:`rows`, summed up by :func:`summarise`."""
+        return summarise(self.rows())
 
     def _repr_html_(self) -> str:
         lines = [

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import math
 import os
 import re
 from collections.abc import Mapping, Sequence
@@ -30,7 +31,7 @@ METADATA = "__metadata__"  # the library reserves this name, so no tensor can ha
 
 
 class BundleError(ValueError):
-    """A bundle that must not be used: one line that names the file, the tensor, its value and what was expected."""
+    """A bundle or checkpoint that must not be used: one line names file, tensor, value and what was expected."""
 
 
 class Entry(NamedTuple):
@@ -42,17 +43,27 @@ class Entry(NamedTuple):
     file: Path
 
 
+def entry(shape: tuple[int, ...], dtype: str, file: Path) -> Entry:
+    """A tensor of one of the dtypes that a bundle has."""
+    return Entry(shape, dtype, math.prod(shape) * DTYPES[dtype].itemsize, file)
+
+
 def fault(path: Path, message: str) -> BundleError:
     """An error of one printable line, whatever the bundle put into it."""
     text = "".join(character if character.isprintable() else "?" for character in f"{path}: {message}")
     return BundleError(text if len(text) <= 1000 else f"{text[:1000]}…")
 
 
-def beside(path: Path, what: str, name: str) -> Path:
-    """The file ``name`` in the folder of ``path``, and nowhere else."""
+def sibling(path: Path, what: str, name: str) -> Path:
+    """The file that is called ``name`` in the folder of ``path``; it may be a link."""
     if not (0 < len(name) < 256 and name.isprintable()) or name == "." or ".." in name or set(name) & set("/\\:"):
         raise fault(path, f"{what} {name!r} is not a plain file name, expected one in the same folder")
-    file = path.with_name(name)
+    return path.with_name(name)
+
+
+def beside(path: Path, what: str, name: str) -> Path:
+    """The file ``name`` in the folder of ``path``, and nowhere else."""
+    file = sibling(path, what, name)
     if os.path.dirname(os.path.realpath(file)) != os.path.realpath(path.parent):
         raise fault(path, f"{what} {name!r} leads outside the folder, expected a file in it")
     return file
@@ -73,14 +84,16 @@ def metadata_checksum(metadata: Mapping[str, str]) -> str:
     return checksum(json.dumps([metadata.get("config"), metadata.get("tokenizer")]).encode())
 
 
+def check_count(path: Path, config: Config, found: int) -> None:
+    """That there are about as many tensors as the config asks for, before it lists them: it can ask for billions."""
+    if config.fewest_tensors > found:
+        expected = f"{config.fewest_tensors} weights and more"
+        raise fault(path, f"holds {found} tensors, expected {expected}; a shard opens by its index")
+
+
 def check_layout(path: Path, config: Config, entries: Mapping[str, Entry]) -> None:
     """Every weight of the config once, float or packed, in its shape; and nothing else."""
-    if config.fewest_tensors > len(entries):
-        raise fault(
-            path,
-            f"holds {len(entries)} tensors, expected {config.fewest_tensors} weights and more; "
-            f"a shard opens by its index",
-        )
+    check_count(path, config, len(entries))
 
     def expect(name: str, dtypes: Sequence[str], shape: tuple[int, ...]) -> None:
         entry = entries[name]

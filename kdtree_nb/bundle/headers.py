@@ -2,11 +2,12 @@
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeGuard
+from typing import Any, NamedTuple, TypeGuard
 
+import numpy as np
 from safetensors import SafetensorError, safe_open
 
 from kdtree_nb.bundle.format import (
@@ -29,6 +30,17 @@ from kdtree_nb.config import Config, config_from_hf
 
 CONFIG_LIMIT, HEADER_LIMIT = 2**20, 2**26  # characters of JSON to parse; Kimi K2 in one file has 36 million
 CHECKSUM_LIMIT = 256  # characters a tensor
+MOST_DIMENSIONS = 8
+
+
+class TensorFile(NamedTuple):
+    """A safetensors file whose header the library found valid; ``offsets`` says where in the file a tensor begins."""
+
+    path: Path
+    handle: Any
+    metadata: Mapping[str, str]
+    entries: Mapping[str, Entry]
+    offsets: Mapping[str, int]
 
 
 @dataclass(frozen=True)
@@ -82,8 +94,8 @@ def parse_object(path: Path, what: str, text: str | bytes, limit: int) -> dict[s
     return value
 
 
-def open_index(path: Path) -> list[Shard]:
-    """Every shard of an index, each tensor where the index says."""
+def read_index(path: Path, suffix: str, locate: Callable[[Path, str, str], Path]) -> dict[str, Path]:
+    """The file of each tensor, as an index gives it; ``locate`` decides which names may be followed."""
     if not path.is_file() or path.stat().st_size > HEADER_LIMIT:
         raise fault(path, f"not a file of at most {HEADER_LIMIT} bytes")
     index = parse_object(path, "the index", path.read_bytes(), HEADER_LIMIT)
@@ -92,47 +104,68 @@ def open_index(path: Path) -> list[Shard]:
         raise fault(path, "weight_map is missing, expected an object that gives each tensor's file")
     files: dict[str, Path] = {}
     for name, file in weight_map.items():
-        if not isinstance(file, str) or not file.endswith(SUFFIX):
-            raise fault(path, f"tensor {name!r}: shard {file!r}, expected the name of a {SUFFIX} file")
+        if not isinstance(file, str) or not file.endswith(suffix):
+            raise fault(path, f"tensor {name!r}: shard {file!r}, expected the name of a {suffix} file")
         if file not in files:
-            files[file] = beside(path, f"tensor {name!r}: shard", file)
+            files[file] = locate(path, f"tensor {name!r}: shard", file)
             if not files[file].is_file():
                 raise fault(path, f"tensor {name!r}: shard {file!r} does not exist")
-    shards = [open_shard(file) for file in files.values()]
+    return {name: files[file] for name, file in weight_map.items()}
+
+
+def check_index(path: Path, weight_map: Mapping[str, Path], held: Mapping[Path, Mapping[str, Entry]]) -> None:
+    """That the files hold what the index says, each tensor where it says."""
+    for file, entries in held.items():
+        for name in entries:
+            if weight_map.get(name) != file:
+                where = repr(weight_map[name].name) if name in weight_map else "'nowhere'"
+                raise fault(file, f"tensor {name!r} is here, the index {path.name} has it in {where}")
+    for name, file in weight_map.items():
+        if name not in held[file]:
+            raise fault(file, f"tensor {name!r} is missing, the index {path.name} has it here")
+
+
+def open_index(path: Path) -> list[Shard]:
+    """Every shard of an index, each tensor where the index says."""
+    weight_map = read_index(path, SUFFIX, beside)
+    shards = [open_shard(file) for file in dict.fromkeys(weight_map.values())]
     for shard in shards:
         if (shard.config, shard.tokenizer) != (shards[0].config, shards[0].tokenizer):
             raise fault(shard.path, f"config or tokenizer differ from those of {shards[0].path.name}")
-        for name in shard.entries:
-            if weight_map.get(name) != shard.path.name:
-                where = weight_map.get(name, "nowhere")
-                raise fault(shard.path, f"tensor {name!r} is here, the index {path.name} has it in {where!r}")
-    found = {name for shard in shards for name in shard.entries}
-    for name, file in weight_map.items():
-        if name not in found:
-            raise fault(files[file], f"tensor {name!r} is missing, the index {path.name} has it here")
+    check_index(path, weight_map, {shard.path: shard.entries for shard in shards})
     return shards
+
+
+def open_tensors(path: Path, dtypes: Mapping[str, np.dtype]) -> TensorFile:
+    """A safetensors file of these dtypes, its header read."""
+    if not path.is_file():
+        raise fault(path, "no such file")
+    entries: dict[str, Entry] = {}
+    offsets: dict[str, int] = {}
+    try:
+        handle: Any = safe_open(path, framework="numpy")
+        with open(path, "rb") as file:
+            end = 8 + int.from_bytes(file.read(8), "little")
+        for name in handle.offset_keys():  # in the file's order, and a valid file has no gaps
+            view = handle.get_slice(name)
+            shape, dtype = tuple(view.get_shape()), view.get_dtype()
+            if dtype not in dtypes:
+                raise fault(path, f"tensor {name!r}: dtype {dtype!r}, expected one of {', '.join(dtypes)}")
+            entries[name] = Entry(shape, dtype, math.prod(shape) * dtypes[dtype].itemsize, path)
+            offsets[name] = end
+            end += entries[name].nbytes
+    except (SafetensorError, OSError) as error:
+        raise fault(path, _explain(path, dtypes) or str(error)) from error
+    return TensorFile(path, handle, handle.metadata() or {}, entries, offsets)
 
 
 def open_shard(path: Path) -> Shard:
     """One file: format and version known, dtypes ours, a checksum for each tensor, a valid config."""
-    if not path.is_file():
-        raise fault(path, "no such file")
-    entries: dict[str, Entry] = {}
-    try:
-        handle: Any = safe_open(path, framework="numpy")
-        metadata = handle.metadata() or {}
-        for key, known in (("format", FORMAT), ("version", VERSION)):
-            if metadata.get(key) != known:
-                raise fault(path, f"metadata {key}={metadata.get(key)!r}, expected {known!r}")
-        for name in handle.offset_keys():
-            view = handle.get_slice(name)
-            shape, dtype = tuple(view.get_shape()), view.get_dtype()
-            if dtype not in DTYPES:
-                raise fault(path, f"tensor {name!r}: dtype {dtype!r}, expected one of {', '.join(DTYPES)}")
-            entries[name] = Entry(shape, dtype, math.prod(shape) * DTYPES[dtype].itemsize, path)
-    except (SafetensorError, OSError) as error:
-        raise fault(path, _explain(path) or str(error)) from error
-
+    opened = open_tensors(path, DTYPES)
+    metadata, entries = opened.metadata, opened.entries
+    for key, known in (("format", FORMAT), ("version", VERSION)):
+        if metadata.get(key) != known:
+            raise fault(path, f"metadata {key}={metadata.get(key)!r}, expected {known!r}")
     tokenizer = metadata.get("tokenizer")
     if tokenizer is not None:
         beside(path, "tokenizer", tokenizer)
@@ -147,10 +180,10 @@ def open_shard(path: Path) -> Shard:
         config = config_from_hf(hf)
     except ValueError as error:
         raise fault(path, f"metadata {error}") from error
-    return Shard(path, handle, config, tokenizer, checksums, entries)
+    return Shard(path, opened.handle, config, tokenizer, checksums, entries)
 
 
-def _explain(path: Path) -> str | None:
+def _explain(path: Path, dtypes: Mapping[str, np.dtype]) -> str | None:
     """What is wrong with a file that the library refused, tensor by name; None where this reader sees nothing.
 
     The library alone decides what is valid. Its messages often leave the tensor out, or name its neighbour.
@@ -167,7 +200,7 @@ def _explain(path: Path) -> str | None:
             return None
     header.pop(METADATA, None)
     for name, info in header.items():
-        if problem := _explain_tensor(info, available):
+        if problem := _explain_tensor(info, dtypes, available):
             return f"tensor {name!r}: {problem}"
     end, before = 0, "the header"
     for name, info in sorted(header.items(), key=lambda item: item[1]["data_offsets"]):
@@ -177,21 +210,19 @@ def _explain(path: Path) -> str | None:
     return None if end == available else f"tensor {before} ends at byte {end} of the data, expected {available}"
 
 
-def _explain_tensor(info: object, available: int) -> str | None:
+def _explain_tensor(info: object, dtypes: Mapping[str, np.dtype], available: int) -> str | None:
     if not isinstance(info, dict):
         return f"described by a {type(info).__name__}, expected an object"
     dtype, shape, offsets = info.get("dtype"), info.get("shape"), info.get("data_offsets")
-    if not isinstance(dtype, str) or dtype not in DTYPES:
-        return f"dtype {dtype!r}, expected one of {', '.join(DTYPES)}"
-    if not _are_sizes(shape, 1, 2):
-        return f"shape {shape!r}, expected one or two whole numbers"
-    if not _are_sizes(offsets, 2) or not offsets[0] <= offsets[1] <= available:
+    if not isinstance(dtype, str) or dtype not in dtypes:
+        return f"dtype {dtype!r}, expected one of {', '.join(dtypes)}"
+    if not _are_sizes(shape) or len(shape) > MOST_DIMENSIONS:
+        return f"shape {shape!r}, expected at most {MOST_DIMENSIONS} whole numbers"
+    if not _are_sizes(offsets) or len(offsets) != 2 or not offsets[0] <= offsets[1] <= available:
         return f"data_offsets {offsets!r}, expected [begin, end] within {available} bytes of data (truncated?)"
-    stored, needed = offsets[1] - offsets[0], math.prod(shape) * DTYPES[dtype].itemsize
+    stored, needed = offsets[1] - offsets[0], math.prod(shape) * dtypes[dtype].itemsize
     return None if stored == needed else f"{stored} bytes for {dtype} {shape}, expected {needed}"
 
 
-def _are_sizes(value: object, *lengths: int) -> TypeGuard[list[int]]:
-    if not isinstance(value, list) or len(value) not in lengths:
-        return False
-    return all(type(item) is int and 0 <= item < 2**63 for item in value)
+def _are_sizes(value: object) -> TypeGuard[list[int]]:
+    return isinstance(value, list) and all(type(item) is int and 0 <= item < 2**63 for item in value)
