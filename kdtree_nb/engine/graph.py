@@ -21,6 +21,7 @@ class Graph(Generic[T]):
     def __init__(self, function: Callable[[], T]) -> None:
         import cupy
 
+        self._function = function  # and with it all arrays that it reads
         self._memory = cupy.cuda.MemoryPool()  # its own: nobody else may be given what the graph writes to
         self._stream = cupy.cuda.get_current_stream()
         with cupy.cuda.using_allocator(self._memory.malloc):
