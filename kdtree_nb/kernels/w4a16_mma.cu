@@ -4,35 +4,29 @@
 //           of mma's A, its inputs in steps of 64, two groups; a lane's codes of a tile and a step are 16 bytes. The
 //           rows of x are mma's 8 columns B, so that 1 to 8 rows cost the same. A nibble becomes a bfloat16 with one
 //           AND-OR and an exact subtraction, a group's sum meets its scale in fp32: no weight is ever rounded.
-//           A warp keeps STAGES steps under way with cp.async, each lane for itself: nothing waits but for memory.
-// Split     The inputs are cut into PARTS parts, a warp each. A block holds PARTS / SLICES of them for TILES tiles. It
-//           adds FAN parts at a time. With several slices these sums go to memory, and the slice that arrives last,
-//           as a ticket says, adds them; it leaves the ticket as it was found.
-// Grid      (outputs / (16 · TILES), SLICES, rows / ROWS), 32 · PARTS / SLICES threads.
-// Shared    Ring and sums, one after the other: the larger of WARPS · STAGES · sizeof(Stage) and sizeof(Sums).
-// Invariant An element is a sum over groups within a part, over FAN parts, over SUMS of these, always first to last:
-//           its order depends on in_features alone, not on TILES, ROWS, SLICES, the number of rows or its row's place.
+//           A block computes TILES tiles for ROWS rows; its PARTS warps share the inputs, and their sums meet in shared
+//           memory. (Blocks that share the inputs were three times as slow: sums then meet in global memory.)
+//           A warp keeps STAGES steps under way with cp.async and waits for nothing but memory.
+// Grid      (outputs / (16 · TILES), rows / ROWS), 32 · PARTS threads.
+// Shared    Ring and sums, one after the other: PARTS times the larger of STAGES · sizeof(Stage) and sizeof(Sums).
+// Invariant An element is a sum over groups within a part, then over parts, first to last: its order depends on PARTS
+//           and in_features alone, not on TILES, ROWS, STAGES, the number of rows or its row's place.
 #include <cuda_bf16.h>
 
 #include "ptx.cuh"
 
-constexpr int STEP = 64;    // inputs
-constexpr int PARTS = 16;
-constexpr int FAN = 4;
-constexpr int SUMS = PARTS / FAN;
-constexpr int WARPS = PARTS / SLICES;
-constexpr int THREADS = 32 * WARPS;
+constexpr int STEP = 64;  // inputs
 constexpr int OUTPUTS = 16 * TILES;
+constexpr int THREADS = 32 * PARTS;
 
-// A warp's operands of one step: of x, for 8 rows and 32 inputs each, lane (row, pair) holds inputs 8 · pair, + 1, … + 7.
+// A warp's operands of one step. Of 8 rows of x and one group, lane 4 · row + p holds inputs 8 · p, + 1, …, + 7.
 struct Stage {
     uint4 x[ROWS / 8][2][32];
     uint4 codes[TILES][32];
-    uint2 scales[TILES][8];
+    uint4 scales[TILES][4];
 };
 
-// By warp; 4 more outputs than there are, so that the lanes of a fragment meet different banks.
-using Sums = float[WARPS][ROWS][OUTPUTS + 4];
+using Sums = float[ROWS][OUTPUTS + 4];  // of a warp; the 4 bring a fragment's lanes to different banks
 
 // Two codes, at bits 0 and 16 of a word, as bfloat16. 0x4300 | u is 128 + u, and u is the code + 8.
 __device__ __forceinline__ unsigned two_codes(unsigned word)
@@ -55,7 +49,7 @@ __device__ __forceinline__ void multiply(const Stage& stage, float (&sum)[TILES]
 #pragma unroll
         for (int t = 0; t < TILES; ++t) {
             const uint2 words = reinterpret_cast<const uint2*>(&stage.codes[t][lane])[group];
-            const unsigned scales = reinterpret_cast<const unsigned*>(&stage.scales[t][lane / 4])[group];
+            const unsigned scales = reinterpret_cast<const unsigned*>(&stage.scales[t])[lane / 4 * 2 + group];
             const float scale = __uint_as_float(scales << 16), scale_8 = __uint_as_float(scales & 0xffff0000u);
             const unsigned a[2][4] = {
                 {two_codes(words.x), two_codes(words.y), two_codes(words.x >> 4), two_codes(words.y >> 4)},
@@ -77,54 +71,63 @@ __device__ __forceinline__ void multiply(const Stage& stage, float (&sum)[TILES]
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
     w4a16_mma(const uint4* __restrict__ x,       // [rows, in / 8], 8 bfloat16 each
-              const uint4* __restrict__ codes,   // [tiles, steps, 32]: by lane
-              const uint4* __restrict__ scales,  // [tiles, steps, 4]: 8 bfloat16 each, of rows 2 · i and 2 · i + 1 …
-              float* __restrict__ sums,          // [SUMS, rows, out] where SLICES > 1
-              int* __restrict__ tickets,         // [rows / ROWS, outputs / OUTPUTS] zeros, likewise
+              const uint4* __restrict__ codes,   // [tiles, steps, 32], by lane
+              const uint4* __restrict__ scales,  // [tiles, steps, 4], 8 bfloat16 each
               float* __restrict__ y,             // [rows, out]
               int rows, int out_features, int in_features)
 {
     extern __shared__ __align__(16) unsigned char dynamic_shared[];
-    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, row_of_lane = lane / 4, pair = lane % 4;
-    const int first_row = blockIdx.z * ROWS, first_out = blockIdx.x * OUTPUTS;
-    const int steps = (in_features + STEP - 1) / STEP, part = blockIdx.y * WARPS + warp;
+    const int part = threadIdx.x / 32, lane = threadIdx.x % 32, row_of_lane = lane / 4, pair = lane % 4;
+    const int first_row = blockIdx.y * ROWS, first_out = blockIdx.x * OUTPUTS;
+    const int steps = (in_features + STEP - 1) / STEP;
     const int first = part * steps / PARTS, last = (part + 1) * steps / PARTS;
-    Stage* const ring = reinterpret_cast<Stage*>(dynamic_shared) + warp * STAGES;
 
-    const auto fetch = [&](Stage& stage, int step) {
-        const size_t at = size_t(blockIdx.x) * TILES * steps + step;
+    // The next step to be fetched, and where this lane reads it.
+    int next = first;
+    const size_t weight = size_t(blockIdx.x) * TILES * steps + first;
+    const uint4* from_codes = codes + weight * 32 + lane;
+    const uint4* from_scales = scales + (weight + row_of_lane * steps) * 4 + pair;  // of tile row_of_lane
+    const uint4* from_x = x + (size_t(first_row + row_of_lane) * in_features + first * STEP) / 8 + pair;
+    const int rows_left = rows - first_row - row_of_lane;
+    const auto fetch = [&](Stage& stage) {
 #pragma unroll
         for (int t = 0; t < TILES; ++t)
-            cp_async_16(&stage.codes[t][lane], codes + (at + size_t(t) * steps) * 32 + lane);
+            cp_async_16(&stage.codes[t][lane], from_codes + t * steps * 32);
         if (lane < 4 * TILES)
-            cp_async_16(&stage.scales[row_of_lane][2 * pair], scales + (at + size_t(row_of_lane) * steps) * 4 + pair);
+            cp_async_16(&stage.scales[row_of_lane][pair], from_scales);
+        const bool whole = next * STEP + 32 < in_features;
 #pragma unroll
-        for (int n = 0; n < ROWS / 8; ++n)
-#pragma unroll
-            for (int group = 0; group < 2; ++group) {
-                const int row = first_row + 8 * n + row_of_lane, k = step * STEP + group * 32 + 8 * pair;
-                const bool exists = row < rows && k < in_features;
-                cp_async_16(&stage.x[n][group][lane], exists ? x + (size_t(row) * in_features + k) / 8 : x, exists);
-            }
+        for (int n = 0; n < ROWS / 8; ++n) {
+            const uint4* from = from_x + n * in_features;  // is not read where there is no such row
+            cp_async_16(&stage.x[n][0][lane], from, 8 * n < rows_left);
+            cp_async_16(&stage.x[n][1][lane], from + 4, 8 * n < rows_left && whole);
+        }
+        from_codes += 32;
+        from_scales += 4;
+        from_x += STEP / 8;
+        ++next;
     };
 
+    Stage* const ring = reinterpret_cast<Stage*>(dynamic_shared) + part * STAGES;
     float sum[TILES][ROWS / 8][4] = {};
-    for (int i = 0; i < STAGES; ++i) {
-        if (first + i < last)
-            fetch(ring[i], first + i);
+#pragma unroll 1
+    for (int slot = 0; slot < STAGES; ++slot) {
+        if (next < last)
+            fetch(ring[slot]);
         cp_async_commit();
     }
+#pragma unroll 1
     for (int step = first, slot = 0; step < last; ++step, slot = slot + 1 < STAGES ? slot + 1 : 0) {
         cp_async_wait<STAGES - 1>();
         __syncwarp();  // the other lanes' copies as well
         multiply(ring[slot], sum);
         __syncwarp();  // all lanes have read the slot
-        if (step + STAGES < last)
-            fetch(ring[slot], step + STAGES);
+        if (next < last)
+            fetch(ring[slot]);
         cp_async_commit();
     }
 
-    Sums& of_warps = *reinterpret_cast<Sums*>(dynamic_shared);
+    Sums* const sums = reinterpret_cast<Sums*>(dynamic_shared);
     __syncthreads();  // all warps have left the ring
 #pragma unroll
     for (int t = 0; t < TILES; ++t)
@@ -132,54 +135,17 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         for (int n = 0; n < ROWS / 8; ++n)
 #pragma unroll
             for (int i = 0; i < 4; ++i)
-                of_warps[warp][8 * n + 2 * pair + i % 2][16 * t + row_of_lane + i / 2 * 8] = sum[t][n][i];
+                sums[part][8 * n + 2 * pair + i % 2][16 * t + row_of_lane + i / 2 * 8] = sum[t][n][i];
     __syncthreads();
-    const int rows_here = min(ROWS, rows - first_row), outs_here = min(OUTPUTS, out_features - first_out);
-    const size_t product = size_t(rows) * out_features;
+    const int rows_here = min(ROWS, rows - first_row);
+#pragma unroll 1
     for (int i = threadIdx.x; i < rows_here * OUTPUTS; i += THREADS) {
         const int row = i / OUTPUTS, out = i % OUTPUTS;
-        if (out >= outs_here)
-            continue;
-        const size_t at = size_t(first_row + row) * out_features + first_out + out;
         float total = 0.0f;
 #pragma unroll
-        for (int s = 0; s < WARPS / FAN; ++s) {
-            float value = of_warps[s * FAN][row][out];
-#pragma unroll
-            for (int w = 1; w < FAN; ++w)
-                value += of_warps[s * FAN + w][row][out];
-            if (SLICES > 1)
-                sums[(blockIdx.y * (WARPS / FAN) + s) * product + at] = value;
-            total += value;
-        }
-        if (SLICES == 1)
-            y[at] = total;
-    }
-    if (SLICES == 1)
-        return;
-
-    __shared__ bool is_last;
-    int* const ticket = tickets + blockIdx.z * gridDim.x + blockIdx.x;
-    __threadfence();  // this thread's sums are written before the block takes its ticket
-    __syncthreads();
-    if (threadIdx.x == 0) {
-        is_last = atomicAdd(ticket, 1) == SLICES - 1;
-        if (is_last)
-            *ticket = 0;
-    }
-    __syncthreads();
-    if (!is_last)
-        return;
-    __threadfence();  // the other blocks' sums are read after their tickets
-    for (int i = threadIdx.x; i < rows_here * OUTPUTS; i += THREADS) {
-        const int row = i / OUTPUTS, out = i % OUTPUTS;
-        if (out >= outs_here)
-            continue;
-        const size_t at = size_t(first_row + row) * out_features + first_out + out;
-        float total = 0.0f;
-#pragma unroll
-        for (int s = 0; s < SUMS; ++s)
-            total += __ldcg(sums + s * product + at);
-        y[at] = total;
+        for (int p = 0; p < PARTS; ++p)
+            total += sums[p][row][out];
+        if (first_out + out < out_features)
+            y[size_t(first_row + row) * out_features + first_out + out] = total;
     }
 }

@@ -10,12 +10,10 @@ from kdtree_nb.kernels.launch import Array, Kernel, array_module, runs_cuda
 from kdtree_nb.quantization import CODES_PER_WORD, GROUP_SIZE, QuantizedWeight
 from kdtree_nb.reference import linear
 
-PARTS, STEP, SUMS = 16, 64, 4
-"""As in the source: parts of the inputs, inputs of a step, sums that the slices leave in memory."""
+STEP = 64
+"""Inputs of a step, as in the source."""
 OUTPUT_PAD = 128
 """Outputs are stored in multiples of it, those of the largest block."""
-MAX_SLICED_ROWS = 64
-"""With more, there are blocks enough without slices of the inputs."""
 NIBBLES = (0, 4, 1, 5, 2, 6, 3, 7)
 """Where the codes 0, 1, … of a word go: neighbours 16 bits apart, so that one mask gives both."""
 
@@ -29,36 +27,28 @@ class TiledWeight(NamedTuple):
         Of lane 4 · r + p: the words of 8 inputs at 8 · p of both groups, for output r and r + 8 in turn.
     scales : int32 [tiles, steps, 8, 2]
         bfloat16 for each group of output r, and in the upper half of r + 8.
-    tickets : int32 [row blocks · out blocks, at most]
-        Zeros between calls; two calls with one weight must not overlap, as on two streams they could.
     shape : (out, in)
     """
 
     codes: Array
     scales: Array
-    tickets: Array
     shape: tuple[int, int]
 
 
 class Geometry(NamedTuple):
-    """How a launch cuts its work; no choice changes a bit of the result."""
+    """How a launch cuts its work; only ``parts``, which follows from the inputs, changes the order of a sum."""
 
+    parts: int
     tiles: int
     rows: int
-    slices: int
     stages: int
 
     @property
-    def warps(self) -> int:
-        """Of a block."""
-        return PARTS // self.slices
-
-    @property
     def shared_bytes(self) -> int:
-        """What the source asks for: a ring of stages, then the warps' sums in its place."""
+        """A ring of stages for each warp, then the warps' sums in its place."""
         stage = self.tiles * (512 + 64) + self.rows // 8 * 1024
         sums = self.rows * (16 * self.tiles + 4) * 4
-        return self.warps * max(self.stages * stage, sums)
+        return self.parts * max(self.stages * stage, sums)
 
 
 def tile_weight(qweight: Array, scales: Array) -> TiledWeight:
@@ -95,9 +85,7 @@ def tile_weight(qweight: Array, scales: Array) -> TiledWeight:
     # [tile, upper half, output, step, group, pair] and the same without pair
     codes = words.reshape(-1, 2, 8, steps, 2, 4).transpose(0, 3, 2, 5, 4, 1).reshape(-1, steps, 32, 4)
     pairs = xp.ascontiguousarray(halves.reshape(-1, 2, 8, steps, 2).transpose(0, 3, 2, 4, 1))
-    tickets = xp.zeros(MAX_SLICED_ROWS // 8 * outs // 16, np.int32)
-    shape = (out_features, in_features)
-    return TiledWeight(codes.view(np.int32), pairs.view(np.int32)[..., 0], tickets, shape)
+    return TiledWeight(codes.view(np.int32), pairs.view(np.int32)[..., 0], (out_features, in_features))
 
 
 def untile_weight(weight: TiledWeight) -> QuantizedWeight:
@@ -140,30 +128,18 @@ def w4a16_mma(x: Array, weight: TiledWeight) -> Array:
 
 def geometry_of(rows: int, out_features: int, in_features: int) -> Geometry:
     """The fastest on an H200 for these sizes, as measured (``golden/measurements/NOTES.md``)."""
-    return Geometry(4, 8, 4, 4)
+    return Geometry(16, 1, 8, 4)
 
 
 def launch(x: Array, weight: TiledWeight, geometry: Geometry) -> Array:
     """What :func:`w4a16_mma` does, in a given geometry."""
-    xp, rows, (out_features, in_features) = array_module(x), len(x), weight.shape
-    tiles, rows_of_block, slices, stages = geometry
-    y = xp.empty((rows, out_features), np.float32)
-    if not y.size:
-        return y
-    sums = xp.empty((SUMS, rows, out_features), np.float32) if slices > 1 else None
-    kernel = _w4a16_mma.specialize(TILES=tiles, ROWS=rows_of_block, SLICES=slices, STAGES=stages)
-    kernel(
-        (-(-out_features // (16 * tiles)), slices, -(-rows // rows_of_block)),
-        (32 * geometry.warps,),
-        (
-            x.view(np.int32),
-            weight.codes,
-            weight.scales,
-            sums,
-            weight.tickets if slices > 1 else None,
-            y,
-            *map(np.int32, (rows, out_features, in_features)),
-        ),
-        geometry.shared_bytes,
-    )
+    (rows, _), (out_features, in_features) = x.shape, weight.shape
+    y = array_module(x).empty((rows, out_features), np.float32)
+    if y.size:
+        parts, tiles, block_rows, stages = geometry
+        kernel = _w4a16_mma.specialize(PARTS=parts, TILES=tiles, ROWS=block_rows, STAGES=stages)
+        grid = (-(-out_features // (16 * tiles)), -(-rows // block_rows))
+        sizes = [np.int32(n) for n in (rows, out_features, in_features)]
+        args = (x.view(np.int32), weight.codes, weight.scales, y, *sizes)
+        kernel(grid, (32 * parts,), args, geometry.shared_bytes)
     return y
