@@ -10,12 +10,14 @@
 // Grid      (outputs / (16 · TILES), rows / ROWS), 32 · PARTS threads.
 // Shared    Ring and sums, one after the other: PARTS times the larger of STAGES · sizeof(Stage) and sizeof(Sums).
 // Invariant An element is a sum over groups within a part, then over parts, first to last: its order depends on PARTS
-//           and in_features alone, not on TILES, ROWS, STAGES, the number of rows or its row's place.
+//           and IN_FEATURES alone, not on TILES, ROWS, STAGES, the number of rows or its row's place.
 #include <cuda_bf16.h>
 
 #include "ptx.cuh"
 
 constexpr int STEP = 64;  // inputs
+constexpr int STEPS = (IN_FEATURES + STEP - 1) / STEP;
+constexpr int PER_PART = (STEPS + PARTS - 1) / PARTS;
 constexpr int OUTPUTS = 16 * TILES;
 constexpr int THREADS = 32 * PARTS;
 
@@ -69,61 +71,59 @@ __device__ __forceinline__ void multiply(const Stage& stage, float (&sum)[TILES]
     }
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS, 1)
+extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
     w4a16_mma(const uint4* __restrict__ x,       // [rows, in / 8], 8 bfloat16 each
               const uint4* __restrict__ codes,   // [tiles, steps, 32], by lane
               const uint4* __restrict__ scales,  // [tiles, steps, 4], 8 bfloat16 each
               float* __restrict__ y,             // [rows, out]
-              int rows, int out_features, int in_features)
+              int rows, int out_features)
 {
     extern __shared__ __align__(16) unsigned char dynamic_shared[];
     const int part = threadIdx.x / 32, lane = threadIdx.x % 32, row_of_lane = lane / 4, pair = lane % 4;
     const int first_row = blockIdx.y * ROWS, first_out = blockIdx.x * OUTPUTS;
-    const int steps = (in_features + STEP - 1) / STEP;
-    const int first = part * steps / PARTS, last = (part + 1) * steps / PARTS;
+    const int first = part * PER_PART;
+    const int steps = STEPS % PARTS == 0 ? PER_PART : max(0, min(PER_PART, STEPS - first));  // the last may have none
 
-    // The next step to be fetched, and where this lane reads it.
-    int next = first;
-    const size_t weight = size_t(blockIdx.x) * TILES * steps + first;
+    // Where this lane reads the next step that is to be fetched.
+    const size_t weight = size_t(blockIdx.x) * TILES * STEPS + first;
     const uint4* from_codes = codes + weight * 32 + lane;
-    const uint4* from_scales = scales + (weight + row_of_lane * steps) * 4 + pair;  // of tile row_of_lane
-    const uint4* from_x = x + (size_t(first_row + row_of_lane) * in_features + first * STEP) / 8 + pair;
+    const uint4* from_scales = scales + (weight + row_of_lane * STEPS) * 4 + pair;  // of tile row_of_lane
+    const uint4* from_x = x + (size_t(first_row + row_of_lane) * IN_FEATURES + first * STEP) / 8 + pair;
     const int rows_left = rows - first_row - row_of_lane;
-    const auto fetch = [&](Stage& stage) {
+    const auto fetch = [&](Stage& stage, int step) {
 #pragma unroll
         for (int t = 0; t < TILES; ++t)
-            cp_async_16(&stage.codes[t][lane], from_codes + t * steps * 32);
+            cp_async_16(&stage.codes[t][lane], from_codes + t * STEPS * 32);
         if (lane < 4 * TILES)
             cp_async_16(&stage.scales[row_of_lane][pair], from_scales);
-        const bool whole = next * STEP + 32 < in_features;
+        const bool whole = IN_FEATURES % STEP == 0 || first + step < STEPS - 1;
 #pragma unroll
         for (int n = 0; n < ROWS / 8; ++n) {
-            const uint4* from = from_x + n * in_features;  // is not read where there is no such row
+            const uint4* from = from_x + n * IN_FEATURES;  // is not read where there is no such row
             cp_async_16(&stage.x[n][0][lane], from, 8 * n < rows_left);
             cp_async_16(&stage.x[n][1][lane], from + 4, 8 * n < rows_left && whole);
         }
         from_codes += 32;
         from_scales += 4;
         from_x += STEP / 8;
-        ++next;
     };
 
     Stage* const ring = reinterpret_cast<Stage*>(dynamic_shared) + part * STAGES;
     float sum[TILES][ROWS / 8][4] = {};
-#pragma unroll 1
-    for (int slot = 0; slot < STAGES; ++slot) {
-        if (next < last)
-            fetch(ring[slot]);
+#pragma unroll
+    for (int step = 0; step < STAGES; ++step) {
+        if (step < steps)
+            fetch(ring[step], step);
         cp_async_commit();
     }
 #pragma unroll 1
-    for (int step = first, slot = 0; step < last; ++step, slot = slot + 1 < STAGES ? slot + 1 : 0) {
+    for (int step = 0, slot = 0; step < steps; ++step, slot = slot + 1 < STAGES ? slot + 1 : 0) {
         cp_async_wait<STAGES - 1>();
         __syncwarp();  // the other lanes' copies as well
         multiply(ring[slot], sum);
         __syncwarp();  // all lanes have read the slot
-        if (next < last)
-            fetch(ring[slot]);
+        if (step + STAGES < steps)
+            fetch(ring[slot], step + STAGES);
         cp_async_commit();
     }
 
