@@ -12,15 +12,28 @@ from typing import Any
 
 from kdtree_nb.engine.device import Device
 
-PACKAGES = ("numpy", "cupy-cuda12x", "cupy-cuda13x")
+PACKAGES = ("numpy", "cupy-cuda12x", "cupy-cuda13x", "torch", "humming-kernels")
 
 
 def record(path: Path, device: str, passed: bool, lines: list[str]) -> None:
     """Write the lines of a run, with device, versions, date and commit."""
-    found = {"device": Device.named(device).description(), "versions": versions(), "commit": commit(), "passed": passed}
-    found["date"] = datetime.now(UTC).strftime("%Y-%m-%d")
+    write(path, {**provenance(device), "passed": passed, "results": lines})
+
+
+def provenance(device: str) -> dict[str, Any]:
+    """Device, versions, commit and date of what is being measured now."""
+    return {
+        "device": Device.named(device).description(),
+        "versions": versions(),
+        "commit": commit(),
+        "date": datetime.now(UTC).strftime("%Y-%m-%d"),
+    }
+
+
+def write(path: Path, found: dict[str, Any]) -> None:
+    """Write a record as JSON; its folder is made if need be."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps({**found, "results": lines}, indent=1) + "\n", encoding="utf-8")
+    path.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
 
 
 def recorded(folder: Path) -> Iterator[str]:

@@ -20,6 +20,7 @@ constexpr int STEPS = (IN_FEATURES + STEP - 1) / STEP;
 constexpr int PER_PART = (STEPS + PARTS - 1) / PARTS;
 constexpr int OUTPUTS = 16 * TILES;
 constexpr int THREADS = 32 * PARTS;
+constexpr int UNROLL = TILES * ROWS > 32 || PER_PART > 8 ? 1 : PER_PART;  // where the code stays short
 
 // A warp's operands of one step. Of 8 rows of x and one group, lane 4 · row + p holds inputs 8 · p, + 1, …, + 7.
 struct Stage {
@@ -71,7 +72,7 @@ __device__ __forceinline__ void multiply(const Stage& stage, float (&sum)[TILES]
     }
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
+extern "C" __global__ void __launch_bounds__(THREADS, 1)
     w4a16_mma(const uint4* __restrict__ x,       // [rows, in / 8], 8 bfloat16 each
               const uint4* __restrict__ codes,   // [tiles, steps, 32], by lane
               const uint4* __restrict__ scales,  // [tiles, steps, 4], 8 bfloat16 each
@@ -111,20 +112,20 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
     Stage* const ring = reinterpret_cast<Stage*>(dynamic_shared) + part * STAGES;
     float sum[TILES][ROWS / 8][4] = {};
 #pragma unroll
-    for (int step = 0; step < STAGES; ++step) {
+    for (int step = 0; step < STAGES - 1; ++step) {
         if (step < steps)
             fetch(ring[step], step);
         cp_async_commit();
     }
-#pragma unroll 1
-    for (int step = 0, slot = 0; step < steps; ++step, slot = slot + 1 < STAGES ? slot + 1 : 0) {
-        cp_async_wait<STAGES - 1>();
-        __syncwarp();  // the other lanes' copies as well
-        multiply(ring[slot], sum);
-        __syncwarp();  // all lanes have read the slot
-        if (step + STAGES < steps)
-            fetch(ring[slot], step + STAGES);
+#pragma unroll UNROLL
+    for (int step = 0; step < steps; ++step) {
+        cp_async_wait<STAGES - 2>();
+        __syncwarp();  // the other lanes' copies as well; and all have read the slot that is now free
+        const int ahead = step + STAGES - 1;
+        if (ahead < steps)
+            fetch(ring[ahead % STAGES], ahead);
         cp_async_commit();
+        multiply(ring[step % STAGES], sum);
     }
 
     Sums* const sums = reinterpret_cast<Sums*>(dynamic_shared);

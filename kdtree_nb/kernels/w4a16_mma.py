@@ -1,5 +1,6 @@
 """A product of bfloat16 activations with an INT4 weight on tensor cores; the weight is re-ordered once, at load."""
 
+from math import inf
 from typing import NamedTuple
 
 import numpy as np
@@ -36,7 +37,7 @@ class TiledWeight(NamedTuple):
 
 
 class Geometry(NamedTuple):
-    """How a launch cuts its work; only ``parts``, which follows from the inputs, changes the order of a sum."""
+    """How a launch cuts its work: the source's defines; only ``parts`` changes the order of a sum."""
 
     parts: int
     tiles: int
@@ -49,6 +50,37 @@ class Geometry(NamedTuple):
         stage = self.tiles * (512 + 64) + self.rows // 8 * 1024
         sums = self.rows * (16 * self.tiles + 4) * 4
         return self.parts * max(self.stages * stage, sums)
+
+
+class Plan(NamedTuple):
+    """Parts of the inputs, and for rows of x up to a number the rest of a geometry: tiles, rows, stages."""
+
+    parts: int
+    geometries: dict[float, tuple[int, int, int]]
+
+
+SHORT = Plan(8, {4: (1, 8, 5), 8: (2, 8, 4), 32: (2, 16, 4), inf: (2, 32, 3)})
+LONG = Plan(16, {4: (1, 8, 5), 8: (2, 8, 3), 32: (2, 16, 3), inf: (2, 32, 2)})
+MIDDLE = Plan(8, {8: (2, 8, 4), 16: (2, 16, 4), 32: (2, 32, 3), inf: (4, 32, 2)})
+WIDE = Plan(4, {4: (2, 8, 5), 8: (4, 8, 4), 16: (4, 16, 4), inf: (4, 32, 3)})
+
+
+def plan_of(out_features: int, in_features: int) -> Plan:
+    """The fastest for such a weight on an H200, of 158 geometries (``golden/measurements/NOTES.md``).
+
+    Few outputs make few blocks, so more warps share the inputs of each: about 2,000 warps in all.
+    """
+    if out_features > 4096:
+        return WIDE
+    if out_features > 2048:
+        return MIDDLE
+    return LONG if in_features >= 4096 else SHORT
+
+
+def geometry_of(rows: int, out_features: int, in_features: int) -> Geometry:
+    """The plan's geometry for so many rows of x."""
+    plan = plan_of(out_features, in_features)
+    return Geometry(plan.parts, *next(cut for most, cut in plan.geometries.items() if rows <= most))
 
 
 def tile_weight(qweight: Array, scales: Array) -> TiledWeight:
@@ -126,20 +158,16 @@ def w4a16_mma(x: Array, weight: TiledWeight) -> Array:
     return launch(x, weight, geometry_of(len(x), *weight.shape))
 
 
-def geometry_of(rows: int, out_features: int, in_features: int) -> Geometry:
-    """The fastest on an H200 for these sizes, as measured (``golden/measurements/NOTES.md``)."""
-    return Geometry(16, 1, 8, 4)
-
-
 def launch(x: Array, weight: TiledWeight, geometry: Geometry) -> Array:
     """What :func:`w4a16_mma` does, in a given geometry."""
-    (rows, _), (out_features, in_features) = x.shape, weight.shape
+    rows, (out_features, in_features) = len(x), weight.shape
     y = array_module(x).empty((rows, out_features), np.float32)
     if y.size:
         parts, tiles, block_rows, stages = geometry
-        kernel = _w4a16_mma.specialize(PARTS=parts, TILES=tiles, ROWS=block_rows, STAGES=stages)
+        kernel = _w4a16_mma.specialize(
+            IN_FEATURES=in_features, PARTS=parts, TILES=tiles, ROWS=block_rows, STAGES=stages
+        )
         grid = (-(-out_features // (16 * tiles)), -(-rows // block_rows))
-        sizes = [np.int32(n) for n in (rows, out_features, in_features)]
-        args = (x.view(np.int32), weight.codes, weight.scales, y, *sizes)
+        args = (x.view(np.int32), weight.codes, weight.scales, y, np.int32(rows), np.int32(out_features))
         kernel(grid, (32 * parts,), args, geometry.shared_bytes)
     return y
