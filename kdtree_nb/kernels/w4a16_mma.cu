@@ -5,8 +5,8 @@
 //           rows of x are mma's 8 columns B, so that 1 to 8 rows cost the same. A nibble becomes a bfloat16 with one
 //           AND-OR and an exact subtraction, a group's sum meets its scale in fp32: no weight is ever rounded.
 //           A block computes TILES tiles for ROWS rows; its PARTS warps share the inputs, and their sums meet in shared
-//           memory. (Blocks that share the inputs were three times as slow: sums then meet in global memory.)
-//           A warp keeps STAGES steps under way with cp.async and waits for nothing but memory.
+//           memory. (Were the inputs shared by blocks, sums would meet in global memory: a third slower and more.)
+//           A warp keeps STAGES - 1 steps under way with cp.async and waits for nothing but memory.
 // Grid      (outputs / (16 · TILES), rows / ROWS), 32 · PARTS threads.
 // Shared    Ring and sums, one after the other: PARTS times the larger of STAGES · sizeof(Stage) and sizeof(Sums).
 // Invariant An element is a sum over groups within a part, then over parts, first to last: its order depends on PARTS

@@ -66,7 +66,7 @@ WIDE = Plan(4, {4: (2, 8, 5), 8: (4, 8, 4), 16: (4, 16, 4), inf: (4, 32, 3)})
 
 
 def plan_of(out_features: int, in_features: int) -> Plan:
-    """The fastest for such a weight on an H200, of 158 geometries (``golden/measurements/NOTES.md``).
+    """The fastest for such a weight on an H200 of what was tried (``golden/measurements/NOTES.md``).
 
     Few outputs make few blocks, so more warps share the inputs of each: about 2,000 warps in all.
     """
