@@ -342,6 +342,59 @@ def bench_acceptance(
         record(json_file, device, results, settings=settings)
 
 
+@bench.command("ceilings")
+def bench_ceilings(
+    json_file: Annotated[Path | None, typer.Option("--json", help="Record device, versions and results here.")] = None,
+) -> None:
+    """What this GPU does at most: bytes read a second, and bf16 operations in torch's matrix product."""
+    from kdtree_nb.bench.ceilings import ceilings
+    from kdtree_nb.record import record
+
+    found = ceilings()
+    out.print(f"read {found.read_gb_per_s:,.0f} GB/s")
+    rate = found.bf16_tflop_per_s
+    out.print(f"bf16 product {rate:.0f} TFLOP/s" if rate else "bf16 product not measured: torch is not installed")
+    if json_file is not None:
+        record(json_file, "cuda", [found._asdict()])
+
+
+@bench.command("gemm")
+def bench_gemm(
+    shape: Annotated[list[str] | None, typer.Option(help="Of the weight, OUTxIN; may be given again.")] = None,
+    rows: Annotated[list[int] | None, typer.Option(help="Of x; may be given again.", min=1)] = None,
+    with_peers: Annotated[bool, typer.Option("--peers", help="Time torch's products and humming's as well.")] = False,
+    json_file: Annotated[Path | None, typer.Option("--json", help="Record device, versions and results here.")] = None,
+) -> None:
+    """One W4A16 product: microseconds, beside the memory's floor and other people's kernels."""
+    from rich.progress import track
+
+    from kdtree_nb.bench import gemm, peers
+    from kdtree_nb.bench.ceilings import ceilings
+    from kdtree_nb.record import record
+
+    shapes = [gemm.parse_shape(text) for text in shape] if shape else gemm.SHAPES
+    measured, missing = peers.installed() if with_peers else ([], [])
+    for sentence in missing:
+        err.print(sentence)
+    limits = ceilings()
+    names = [*gemm.OURS, *(peer.name for peer in measured)]
+    total = len(shapes) * len(rows or gemm.ROWS) * len(names)
+    steps = track(gemm.measure(shapes, rows or gemm.ROWS, measured), "measuring", total, console=err)
+    products = list(steps)
+    others = names[1:]
+    title = f"{gemm.OURS[0]}; floor: its weight at {limits.read_gb_per_s:,.0f} GB/s; then its time over others'"
+    table = Table("shape", "rows", "µs", "GB/s", "/ floor", *(f"/ {name}" for name in others), "/ best", title=title)
+    for row in gemm.table(products, limits.read_gb_per_s):
+        best = "" if row.of_best_peer is None else f"{row.of_best_peer:.2f} {row.best_peer}"
+        ratios = (f"{row.ratios[name]:.2f}" for name in others)
+        cells = (f"{row.microseconds:.2f}", f"{row.gb_per_s:,.0f}", f"{row.of_floor:.2f}", *ratios, best)
+        table.add_row(row.shape, str(row.rows), *cells)
+    out.print(table)
+    if json_file is not None:
+        results = [product._asdict() for product in products]
+        record(json_file, "cuda", results, ceilings=limits._asdict(), missing=missing)
+
+
 @app.command()
 def doctor() -> None:
     """Check this machine: what is there, what is missing, and what to do about it."""

@@ -6,15 +6,23 @@ import pytest
 
 from kdtree_nb.kernels.nvrtc import compile_cubin, find_nvrtc
 from kdtree_nb.kernels.source import read_source
+from kdtree_nb.kernels.w4a16_mma import LONG, MIDDLE, SHORT, WIDE
 
 ARCHS = ("sm_80", "sm_90a", "sm_100", "sm_120")
 FLOATS = ("float", "__half", "__nv_bfloat16")
 PACKED = {"WEIGHT": "Int4Weight<__nv_bfloat16>", "VALUE": "uint4", "SCALE": "__nv_bfloat16"}
 DENSE = {"WEIGHT": "DenseWeight<__half>", "VALUE": "__half", "SCALE": "float"}
 NO_DEFINES: list[dict[str, str]] = [{}]
+MMA = [
+    {"IN_FEATURES": str(in_features), "PARTS": str(plan.parts)}
+    | {name: str(value) for name, value in zip(("TILES", "ROWS", "STAGES"), cut, strict=True)}
+    for in_features, plan in ((7168, MIDDLE), (7168, LONG), (2048, WIDE), (1408, SHORT))
+    for cut in plan.geometries.values()
+]
 VARIANTS = {path.name: NO_DEFINES for path in files("kdtree_nb.kernels").iterdir() if path.name.endswith(".cu")} | {
     "w4a16_gemm.cu": [{"SCALE": name} for name in reversed(FLOATS)],
     "dense_gemm.cu": [{"WEIGHT": name} for name in reversed(FLOATS)],
+    "w4a16_mma.cu": MMA,
     "moe.cu": [PACKED, DENSE],
 }
 """By source, its defines: the first for every architecture, the others for one."""
