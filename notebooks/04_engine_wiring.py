@@ -79,7 +79,7 @@ class WatchedBundle(Bundle):
 
 def bytes_read(token_ids: np.ndarray) -> list[int]:
     """Bytes read from the bundle: after opening, and after each token."""
-    engine = Engine(WatchedBundle.open(kdt16m.bundle.path), 512, Device.named("cpu"))
+    engine = Engine(WatchedBundle.open(kdt16m.bundle.path), None, 512, Device.named("cpu"))
     cache, sizes = LatentCache(engine.config, len(token_ids), engine.device), [0]
     for token in token_ids:
         row = np.zeros(1, np.int32)
@@ -209,7 +209,7 @@ theirs = {label: reference_layers(engines[label].bundle, tiny_text) for label in
 tiny = {label: np.array(list(map(relative, ours[label], theirs[label]))) for label in ours}
 tiny["INT4 against FP32"] = np.array(list(map(relative, theirs["tiny, INT4"], theirs["tiny, FP32"])))
 
-faulty = Engine(FaultyBundle.open(kdt16m.bundle.path), 512, kdt16m.device)
+faulty = Engine(FaultyBundle.open(kdt16m.bundle.path), None, 512, kdt16m.device)
 expected = reference_layers(kdt16m.bundle, text)
 large = {
     label: np.array(list(map(relative, layers(engine, text), expected)))
