@@ -20,12 +20,13 @@ import numpy as np  # noqa: E402
 from recipe import DrafterArchitecture  # noqa: E402
 from safetensors.torch import load_file  # noqa: E402
 
+from kdtree_nb.acceptance import Walk, first_children  # noqa: E402
 from kdtree_nb.engine import Engine, Proposal  # noqa: E402
 from kdtree_nb.engine.cache import LatentCache  # noqa: E402
 from kdtree_nb.engine.rounds import prefill  # noqa: E402
 from kdtree_nb.kernels.top_k import top_k  # noqa: E402
 from kdtree_nb.reference.transition import reweigh  # noqa: E402
-from kdtree_nb.reference.tree import DraftTree, tree_accept, tree_build  # noqa: E402
+from kdtree_nb.reference.tree import tree_accept, tree_build  # noqa: E402
 
 BUDGETS = (8, 16, 32, 64, 128, 256)
 NEW_TOKENS = 64
@@ -58,7 +59,7 @@ def static_conditionals(log_probs: np.ndarray, token_ids: np.ndarray, tables: di
     return Proposal(conditionals, token_ids, order)
 
 
-def walk(proposals: list[Proposal], tokens: np.ndarray, budget: int, chain: bool) -> list[tuple[DraftTree, np.ndarray]]:
+def walk(proposals: list[Proposal], tokens: np.ndarray, budget: int, chain: bool) -> list[Walk]:
     """The rounds through one text: each round's tree and the nodes that were accepted."""
     at, rounds = 0, []
     while at < len(tokens):
@@ -72,29 +73,9 @@ def walk(proposals: list[Proposal], tokens: np.ndarray, budget: int, chain: bool
         tree = tree.first(tree.num_nodes)
         targets = tokens[at + tree.depths]
         path, _ = tree_accept(tree.tokens, tree.parents, targets)
-        rounds.append((tree, path))
+        rounds.append(Walk(tree, path))
         at += len(path)
     return rounds
-
-
-def siblings(rounds: list[tuple[DraftTree, np.ndarray]]) -> dict[str, list[tuple[float, bool]]]:
-    """Of the first child of each accepted node: its drafted probability, and whether it was right.
-
-    Apart for nodes on the spine, the chain of first children, and for siblings, which are not the first of theirs.
-    """
-    found: dict[str, list[tuple[float, bool]]] = {"spine": [], "sibling": []}
-    for tree, path in rounds:
-        firsts: dict[int, int] = {}
-        for node in range(1, tree.num_nodes):
-            firsts.setdefault(int(tree.parents[node]), node)
-        for node in path[1:]:
-            if int(node) not in firsts:
-                continue
-            child = firsts[int(node)]
-            drafted = float(np.exp(tree.scores[child] - tree.scores[node]))
-            kind = "spine" if firsts[int(tree.parents[node])] == node else "sibling"
-            found[kind].append((drafted, child in path))
-    return found
 
 
 def main() -> None:
@@ -112,22 +93,19 @@ def main() -> None:
     for head in HEADS:
         for budget in (None, *BUDGETS):
             tau: dict[str, list[int]] = {}
-            right: dict[str, list[tuple[float, bool]]] = {"spine": [], "sibling": []}
+            walked: list[Walk] = []
             for domain, proposals, tokens in texts:
                 length = DrafterArchitecture().block_size - 1
                 rounds = walk([p[head] for p in proposals], tokens, budget or length, budget is None)
                 counted = tau.setdefault(domain, [0, 0])
                 counted[0] += len(tokens)
                 counted[1] += len(rounds)
-                for kind, pairs in siblings(rounds).items():
-                    right[kind] += pairs
+                walked += rounds
             by_domain = {domain: round(count / forwards, 3) for domain, (count, forwards) in tau.items()}
             result = {"head": head, "node_budget": budget or "chain", "tau": by_domain,
                       "mean": round(float(np.mean(list(by_domain.values()))), 3)}  # fmt: skip
-            for kind, pairs in right.items():
-                if pairs and budget:
-                    drafted, was_right = np.mean(pairs, axis=0)
-                    result[kind] = {"count": len(pairs), "drafted": round(drafted, 3), "right": round(was_right, 3)}
+            if budget:
+                result["children"] = first_children(walked)
             results.append(result)
             print(f"  {head:10s}{result['node_budget']!s:>6s}  τ {result['mean']:.2f}  {by_domain}", flush=True)
     record = {"new_tokens": NEW_TOKENS, "prompts": len(prompts), "results": results}

@@ -78,7 +78,7 @@ class Weights:
         return self._bundle.weight(name).astype(np.float32, copy=False)
 
     def vector(self, name: str) -> Array:
-        """A norm's weight or a router's bias, float32."""
+        """A norm's weight, a router's bias or a table that is read by rows: float32, as it is stored."""
         if name not in self._vectors:
             self._vectors[name] = self._device.put(self._bundle[name].astype(np.float32))
         return self._vectors[name]
