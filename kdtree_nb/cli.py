@@ -134,6 +134,7 @@ def generate(
 
     from kdtree_nb.demo import trained_bundle
     from kdtree_nb.engine import Engine, PromptLookup
+    from kdtree_nb.engine.budget import round_costs
 
     text = _prompt(prompt, prompt_file)
     path = None if drafter == "lookup" else drafter
@@ -146,6 +147,9 @@ def generate(
             sys.stdout.flush()
 
     drafts = PromptLookup() if drafter == "lookup" else engine.drafter
+    if node_budget == "auto" and decoder != "ar":
+        with err.status("what does a round cost here? (measured once)"), engine.device.running():
+            round_costs(engine.model, drafts, engine.capacity)
     prompt_or_tokens: str | list[int] = text
     if chat:
         from kdtree_nb.chat import chat_tokens
