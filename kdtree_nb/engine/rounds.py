@@ -116,8 +116,10 @@ class Rounds:
         what = (decoder, budget.nodes, budget.costs is None) if drafts else ("ar",)
         tree, max_path = self._alone, 1
         if drafts:
-            tree, max_path = self._do(("draft", *what), fixed, lambda: self._draft(decoder, budget, committed))
+            draft = ("draft", *what)
+            tree, max_path = self._do(draft, fixed, lambda: self._draft(decoder, budget, committed))
             tree = self._cut(tree, budget, fixed)
+            fixed = self._graphs.get(draft) is not None  # else the next draft writes another tree, elsewhere
         of = ("verify", *what, len(tree.tokens), sampling)
         logits, accepted = self._do(of, fixed, lambda: self._verify(tree, max_path, sampling))
         return Outcome(tree, logits, accepted)
@@ -125,7 +127,7 @@ class Rounds:
     def _do(self, key: Hashable, fixed: bool, step: Callable[[], T]) -> T:
         """Run a step; what is fixed is recorded at the second time and launched from then on.
 
-        A pass is recorded with the tree that its draft's graph writes: they are forgotten together.
+        A pass that is recorded reads the tree of its draft's graph, so all graphs are forgotten together.
         """
         if not fixed:
             return step()
