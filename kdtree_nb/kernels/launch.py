@@ -16,7 +16,18 @@ import numpy as np
 from kdtree_nb.kernels.emulator import KernelError, Program
 from kdtree_nb.kernels.source import OPTIONS, Parameter, Source, read_source
 
-__all__ = ["Array", "Kernel", "KernelError", "array_module", "c_type", "emulated", "pointer", "runs_cuda"]
+__all__ = [
+    "Array",
+    "Kernel",
+    "KernelError",
+    "array_module",
+    "c_type",
+    "emulated",
+    "empty_beside",
+    "pointer",
+    "runs_cuda",
+    "stored_as",
+]
 
 Array: TypeAlias = np.ndarray
 """A NumPy array or a CuPy array: which of the two decides where a kernel runs."""
@@ -90,6 +101,17 @@ def runs_cuda(x: Array) -> bool:
 def array_module(x: Array) -> ModuleType:
     """NumPy or CuPy: what allocates beside x."""
     return sys.modules["cupy"] if _on_gpu(x) else np
+
+
+def stored_as(xp: ModuleType, dtype: Any) -> np.dtype:
+    """The dtype by which NumPy or CuPy holds another: CuPy has no bfloat16, there its bits are uint16."""
+    return np.dtype(np.uint16 if xp is not np and dtype == _BFLOAT16 else dtype)
+
+
+def empty_beside(x: Array, shape: tuple[int, ...], dtype: Any) -> Array:
+    """An array where x lies, to be written; of bfloat16 a GPU gets the bits."""
+    xp = array_module(x)
+    return xp.empty(shape, stored_as(xp, dtype))
 
 
 def c_type(x: Array) -> str:

@@ -4,6 +4,8 @@ from importlib.resources import files
 
 import pytest
 
+from kdtree_nb.kernels.dense_mma import FEW, MANY
+from kdtree_nb.kernels.dense_mma import MIDDLE as DENSE_MIDDLE
 from kdtree_nb.kernels.nvrtc import compile_cubin, find_nvrtc
 from kdtree_nb.kernels.source import read_source
 from kdtree_nb.kernels.w4a16_mma import LONG, MIDDLE, SHORT, WIDE
@@ -19,10 +21,17 @@ MMA = [
     for in_features, plan in ((7168, MIDDLE), (7168, LONG), (2048, WIDE), (1408, SHORT))
     for cut in plan.geometries.values()
 ]
+DENSE_MMA = [
+    {"IN_FEATURES": "2048", "OUT": out, "PARTS": str(plan.parts)}
+    | {name: str(value) for name, value in zip(("TILES", "ROWS", "STAGES"), cut, strict=True)}
+    for plan, out in ((MANY, "float"), (FEW, "float"), (DENSE_MIDDLE, "__nv_bfloat16"))
+    for cut in plan.geometries.values()
+]
 VARIANTS = {path.name: NO_DEFINES for path in files("kdtree_nb.kernels").iterdir() if path.name.endswith(".cu")} | {
     "w4a16_gemm.cu": [{"SCALE": name} for name in reversed(FLOATS)],
     "dense_gemm.cu": [{"WEIGHT": name} for name in reversed(FLOATS)],
     "w4a16_mma.cu": MMA,
+    "dense_mma.cu": DENSE_MMA,
     "moe.cu": [PACKED, DENSE],
 }
 """By source, its defines: the first for every architecture, the others for one."""
