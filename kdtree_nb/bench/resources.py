@@ -13,9 +13,12 @@ DEFINES: dict[str, dict[str, str]] = {
     "dense_mma.cu": {"IN_FEATURES": "2048", "PARTS": "8", "TILES": "1", "ROWS": "16", "STAGES": "3", "OUT": "float"},
     "w4a16_gemm.cu": {"SCALE": "__nv_bfloat16"},
     "w4a16_mma.cu": {"IN_FEATURES": "7168", "PARTS": "8", "TILES": "2", "ROWS": "16", "STAGES": "4"},
+    **{name: {"OUT": "__nv_bfloat16"} for name in ("rms_norm.cu", "rope.cu", "swiglu.cu")},
+    "latent_write.cu": {"CACHE": "__nv_bfloat16"},
+    "cache_commit.cu": {"VALUE": "__nv_bfloat16"},
     "moe.cu": {"WEIGHT": "Int4Weight<__nv_bfloat16>", "VALUE": "uint4", "SCALE": "__nv_bfloat16"},
 }
-"""What a source needs to know of its weights: as Kimi K2 checkpoints store them."""
+"""What a source needs to know of weights, results and cache: as Kimi K2 checkpoints store them, and bfloat16."""
 
 
 class KernelResources(NamedTuple):

@@ -31,6 +31,9 @@ VARIANTS = {path.name: NO_DEFINES for path in files("kdtree_nb.kernels").iterdir
     "w4a16_gemm.cu": [{"SCALE": name} for name in reversed(FLOATS)],
     "dense_gemm.cu": [{"WEIGHT": name} for name in reversed(FLOATS)],
     "w4a16_mma.cu": MMA,
+    **{name: [{"OUT": "__nv_bfloat16"}, {"OUT": "float"}] for name in ("rms_norm.cu", "rope.cu", "swiglu.cu")},
+    "latent_write.cu": [{"CACHE": "__nv_bfloat16"}, {"CACHE": "float"}],
+    "cache_commit.cu": [{"VALUE": "__nv_bfloat16"}, {"VALUE": "float"}],
     "dense_mma.cu": DENSE_MMA,
     "moe.cu": [PACKED, DENSE],
 }
