@@ -12,6 +12,7 @@ DEFINES: dict[str, dict[str, str]] = {
     "dense_gemm.cu": {"WEIGHT": "__nv_bfloat16"},
     "dense_mma.cu": {"IN_FEATURES": "2048", "PARTS": "8", "TILES": "1", "ROWS": "16", "STAGES": "3", "OUT": "float"},
     "w4a16_gemm.cu": {"SCALE": "__nv_bfloat16"},
+    "tree_attention_mma.cu": {"KV_LORA": "512", "ROPE": "64", "ROWS": "64"},
     "w4a16_mma.cu": {"IN_FEATURES": "7168", "PARTS": "8", "TILES": "2", "ROWS": "16", "STAGES": "4"},
     **{name: {"OUT": "__nv_bfloat16"} for name in ("rms_norm.cu", "rope.cu", "swiglu.cu")},
     "latent_write.cu": {"CACHE": "__nv_bfloat16"},
