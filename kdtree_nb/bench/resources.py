@@ -18,6 +18,7 @@ DEFINES: dict[str, dict[str, str]] = {
     "latent_write.cu": {"CACHE": "__nv_bfloat16"},
     "cache_commit.cu": {"VALUE": "__nv_bfloat16"},
     "moe.cu": {"WEIGHT": "Int4Weight<__nv_bfloat16>", "VALUE": "uint4", "SCALE": "__nv_bfloat16"},
+    "moe_mma.cu": {"IN_FEATURES": "7168", "PARTS": "4", "TILES": "4", "STAGES": "4"},
 }
 """What a source needs to know of weights, results and cache: as Kimi K2 checkpoints store them, and bfloat16."""
 

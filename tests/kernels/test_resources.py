@@ -6,6 +6,7 @@ import pytest
 
 from kdtree_nb.kernels.dense_mma import FEW, MANY
 from kdtree_nb.kernels.dense_mma import MIDDLE as DENSE_MIDDLE
+from kdtree_nb.kernels.moe_mma import GEOMETRY
 from kdtree_nb.kernels.nvrtc import compile_cubin, find_nvrtc
 from kdtree_nb.kernels.source import read_source
 from kdtree_nb.kernels.w4a16_mma import LONG, MIDDLE, SHORT, WIDE
@@ -27,6 +28,11 @@ DENSE_MMA = [
     for plan, out in ((MANY, "float"), (FEW, "float"), (DENSE_MIDDLE, "__nv_bfloat16"))
     for cut in plan.geometries.values()
 ]
+EXPERTS = [
+    {"IN_FEATURES": str(in_features), "PARTS": str(GEOMETRY.parts), "TILES": str(GEOMETRY.tiles)}
+    | {"STAGES": str(GEOMETRY.stages)}
+    for in_features in (7168, 2048, 1408)
+]
 VARIANTS = {path.name: NO_DEFINES for path in files("kdtree_nb.kernels").iterdir() if path.name.endswith(".cu")} | {
     "w4a16_gemm.cu": [{"SCALE": name} for name in reversed(FLOATS)],
     "dense_gemm.cu": [{"WEIGHT": name} for name in reversed(FLOATS)],
@@ -37,6 +43,7 @@ VARIANTS = {path.name: NO_DEFINES for path in files("kdtree_nb.kernels").iterdir
     "cache_commit.cu": [{"VALUE": "__nv_bfloat16"}, {"VALUE": "float"}],
     "dense_mma.cu": DENSE_MMA,
     "moe.cu": [PACKED, DENSE],
+    "moe_mma.cu": EXPERTS,
 }
 """By source, its defines: the first for every architecture, the others for one."""
 CASES = [
@@ -49,7 +56,7 @@ CASES = [
 
 SPILLS: dict[str, str] = {}
 """Kernels that may spill or keep an array in memory, each with the reason."""
-MOST_THREADS = {"top_k": 1024}
+MOST_THREADS = {"top_k": 1024, "moe_sort": 1024}
 """Of a block, where it is not 256."""
 
 
