@@ -6,9 +6,8 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
 import numpy as np
-from ml_dtypes import bfloat16
 
-from kdtree_nb.kernels.launch import Array, emulated
+from kdtree_nb.kernels.launch import Array, emulated, stored_as
 
 DEVICES = ("auto", "cuda", "cpu", "emulated")
 
@@ -75,17 +74,21 @@ class Device(NamedTuple):
         """A host array on this device; CuPy has no bfloat16, there its bits travel as uint16."""
         if self.xp is np:
             return array if array.ctypes.data % 16 == 0 else array.copy()  # kernels load 16 bytes at a time
-        return self.xp.asarray(array.view(np.uint16) if array.dtype == bfloat16 else array)
+        return self.xp.asarray(array.view(stored_as(self.xp, array.dtype)))
+
+    def zeros(self, shape: tuple[int, ...], dtype: Any) -> Array:
+        """Zeros on this device, of bfloat16 as :meth:`put` has it."""
+        return self.xp.zeros(shape, stored_as(self.xp, dtype))
 
     def host(self, array: Array) -> np.ndarray:
         """A device array on the host; waits for it."""
         return array if self.xp is np else self.xp.asnumpy(array)
 
     def float32(self, array: Array) -> Array:
-        """A float array of :meth:`put` as float32."""
+        """A float array of :meth:`put` as float32; itself, if it is."""
         if array.dtype == np.uint16:
             return (array.astype(np.uint32) << 16).view(np.float32)
-        return array.astype(np.float32)
+        return array.astype(np.float32, copy=False)
 
     def bytes_held(self) -> int:
         """Bytes that live arrays hold on a GPU; 0 on a CPU."""

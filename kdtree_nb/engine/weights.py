@@ -2,15 +2,22 @@
 
 from collections import Counter
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
+from ml_dtypes import bfloat16
 
 from kdtree_nb.bundle import Bundle
 from kdtree_nb.engine.device import Device
 from kdtree_nb.kernels.dense_gemm import dense_gemm
+from kdtree_nb.kernels.dense_mma import dense_mma
 from kdtree_nb.kernels.launch import Array, array_module, runs_cuda
-from kdtree_nb.kernels.moe import Experts
+from kdtree_nb.kernels.moe import Experts, moe
+from kdtree_nb.kernels.moe_mma import TiledExperts, moe_mma, tile_experts
+from kdtree_nb.kernels.to_bfloat16 import to_bfloat16
 from kdtree_nb.kernels.w4a16_gemm import w4a16_gemm
+from kdtree_nb.kernels.w4a16_mma import tile_weight, w4a16_mma
+from kdtree_nb.quantization import QuantizedWeight
 from kdtree_nb.reference.linear import COLUMNS, Tiles, linear, tile
 
 
@@ -19,15 +26,23 @@ class Weights:
 
     The kernels multiply with weights as they are stored. NumPy has no INT4 product: there a packed weight is
     dequantised, once, when it first meets an input, and experts that no token chose stay on the disk.
+
+    Parameters
+    ----------
+    dtype : float32 or bfloat16
+        What enters a product. With bfloat16, floats and scales are rounded when they are loaded and inputs where they
+        are not yet, sums are float32, and the kernels are those of tensor cores; NumPy rounds in the same places.
     """
 
-    def __init__(self, bundle: Bundle, device: Device) -> None:
+    def __init__(self, bundle: Bundle, device: Device, dtype: Any = np.float32) -> None:
         self._bundle = bundle
         self._device = device
+        self.dtype = np.dtype(dtype)
+        self._narrow = self.dtype == bfloat16
         self._vectors: dict[str, Array] = {}
-        self._stored: dict[tuple[str, ...], tuple[Array, ...]] = {}
+        self._stored: dict[tuple[str, ...], tuple[Any, ...]] = {}
         self._tiles: dict[tuple[str, ...], Tiles] = {}
-        self._experts: dict[str, tuple[Experts, Experts]] = {}
+        self._experts: dict[str, tuple[Any, Any]] = {}
 
     def kinds(self) -> dict[str, int]:
         """How many tensors of each dtype there are: with the config, what a forward pass costs."""
@@ -38,7 +53,7 @@ class Weights:
 
         Parameters
         ----------
-        x : float32 [tokens, in]
+        x : float32 or bfloat16 [tokens, in]
         names : weights
             Several give their outputs side by side, from a single product.
 
@@ -46,36 +61,53 @@ class Weights:
         -------
         float32 [tokens, out]
         """
+        if self._narrow and x.dtype == np.float32:
+            x = to_bfloat16(x)
         if not runs_cuda(x):
-            return linear(x, self._tiled(names))
+            return linear(self._device.float32(x), self._tiled(names))
         packed = [self._is_packed(name) for name in names]
-        if all(packed):
-            return w4a16_gemm(x, *self._on_device(names, ".qw", ".sc"))
-        if any(packed):
+        if any(packed) and not all(packed):
             return joined(*(self.linear(x, name) for name in names))
-        return dense_gemm(x, *self._on_device(names, ""))
+        if all(packed):
+            return (w4a16_mma if self._narrow else w4a16_gemm)(x, *self._on_device(names, ".qw", ".sc"))
+        return (dense_mma if self._narrow else dense_gemm)(x, *self._on_device(names, ""))
 
     def heads(self, x: Array, weight: Array | Tiles) -> Array:
-        """Each head's product: float32 [tokens, heads, in] with a weight of :meth:`stack` to [tokens, heads, out]."""
+        """Each head's product with a weight of :meth:`stack`, in ``dtype``: [tokens, heads, in] to [.., .., out]."""
         by_head = x.swapaxes(0, 1)
-        return (linear(by_head, weight) if isinstance(weight, Tiles) else dense_gemm(by_head, weight)).swapaxes(0, 1)
+        if isinstance(weight, Tiles):
+            y = linear(self._device.float32(by_head), weight).astype(self.dtype, copy=False)
+        else:
+            y = dense_mma(by_head, weight, self.dtype) if self._narrow else dense_gemm(by_head, weight)
+        return y.swapaxes(0, 1)
 
     def stack(self, matrices: np.ndarray) -> Array | Tiles:
         """Matrices float32 [heads, out, in], laid out for :meth:`heads`."""
-        return tile(matrices) if self._device.name == "cpu" else self._device.put(np.ascontiguousarray(matrices))
+        if self._device.name == "cpu":
+            return tile(matrices)
+        return self._device.put(matrices.astype(self.dtype, order="C"))
 
-    def experts(self, at: str, count: int) -> tuple[Experts, Experts]:
-        """The gate-and-up and the down projections of all experts below ``at``, for the kernels."""
+    def moe(self, x: Array, expert_ids: Array, weights: Array, at: str, count: int) -> Array:
+        """The weighted sum of each token's experts below ``at``, by the kernels: dtype [tokens, hidden] to float32.
+
+        Experts that are not all INT4 have no kernel for tensor cores: the exact one takes what is rounded.
+        """
         if at not in self._experts:
-            self._experts[at] = (
-                self._stacked([[f"{at}.{e}.gate_proj", f"{at}.{e}.up_proj"] for e in range(count)]),
-                self._stacked([[f"{at}.{e}.down_proj"] for e in range(count)]),
-            )
-        return self._experts[at]
+            gate_up = self._stacked([[f"{at}.{e}.gate_proj", f"{at}.{e}.up_proj"] for e in range(count)])
+            down = self._stacked([[f"{at}.{e}.down_proj"] for e in range(count)])
+            self._experts[at] = gate_up, down
+            if self._narrow and gate_up.scales is not None and down.scales is not None:
+                self._experts[at] = tile_experts(gate_up.values, gate_up.scales), tile_experts(down.values, down.scales)
+        experts = self._experts[at]
+        if isinstance(experts[0], TiledExperts):
+            return moe_mma(x, expert_ids, weights, *experts)
+        return moe(self._device.float32(x), expert_ids, weights, *experts)
 
     def matrix(self, name: str) -> np.ndarray:
         """A weight as float32 [out, in] on the host; loaded anew at each call, for those that re-arrange it."""
-        return self._bundle.weight(name).astype(np.float32, copy=False)
+        if self._is_packed(name):
+            return QuantizedWeight(self._load(f"{name}.qw"), self._load(f"{name}.sc"), name).dequantized
+        return self._load(name).astype(np.float32, copy=False)
 
     def vector(self, name: str) -> Array:
         """A norm's weight, a router's bias or a table that is read by rows: float32, as it is stored."""
@@ -99,16 +131,22 @@ class Weights:
             self._tiles[names] = tile(np.concatenate([self.matrix(name) for name in names]))
         return self._tiles[names]
 
-    def _on_device(self, names: tuple[str, ...], *parts: str) -> tuple[Array, ...]:
+    def _on_device(self, names: tuple[str, ...], *parts: str) -> tuple[Any, ...]:
         if names not in self._stored:
-            self._stored[names] = tuple(self._device.put(self._side_by_side(names, part)) for part in parts)
+            stored = tuple(self._device.put(self._side_by_side(names, part)) for part in parts)
+            self._stored[names] = (tile_weight(*stored),) if self._narrow and len(stored) == 2 else stored
         return self._stored[names]
 
     def _side_by_side(self, names: Sequence[str], part: str) -> np.ndarray:
-        arrays = [self._bundle[name + part] for name in names]
+        arrays = [self._load(name + part) for name in names]
         if len({array.dtype for array in arrays}) > 1:  # floats of two kinds
             arrays = [array.astype(np.float32) for array in arrays]
         return arrays[0] if len(arrays) == 1 else np.concatenate(arrays)
+
+    def _load(self, stored: str) -> np.ndarray:
+        """A stored tensor; a float one, or scales, as it enters products."""
+        array = self._bundle[stored]
+        return array.astype(self.dtype, copy=False) if self._narrow and array.dtype != np.int32 else array
 
     def _stacked(self, names_of_expert: list[list[str]]) -> Experts:
         packed = [self._is_packed(name) for names in names_of_expert for name in names]
@@ -126,7 +164,8 @@ def joined(*parts: Array) -> Array:
 
     Not by CuPy's ``concatenate``, which fetches addresses from the host: a graph could not repeat that.
     """
-    whole = array_module(parts[0]).empty((*parts[0].shape[:-1], sum(part.shape[-1] for part in parts)), np.float32)
+    first, features = parts[0], sum(part.shape[-1] for part in parts)
+    whole = array_module(first).empty((*first.shape[:-1], features), first.dtype)
     at = 0
     for part in parts:
         whole[..., at : at + part.shape[-1]] = part
