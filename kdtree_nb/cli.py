@@ -30,6 +30,7 @@ out, err = Console(highlight=False, width=None if sys.stdout.isatty() else 120),
 
 BundlePath = Annotated[Path, typer.Argument(help="A .kdtr file, a .kdtr.index.json, or the folder of one.")]
 Device = Annotated[str, typer.Option(help="auto, cuda, cpu or emulated (the CUDA source, run on this CPU).")]
+Dtype = Annotated[str, typer.Option(help="float32, or bfloat16 on tensor cores.")]
 BUDGET = "INTEGER|auto"
 
 
@@ -87,6 +88,7 @@ def verify(
         int | None, typer.Option(min=2, help="Of each held-out text; by default 500, emulated 24.")
     ] = None,
     json_file: Annotated[Path | None, typer.Option("--json", help="Record device, versions and results here.")] = None,
+    dtype: Dtype = "float32",
     soak_rounds: Annotated[int, typer.Option("--soak", help="Then run this many rounds of random trees.")] = 0,
     show: Annotated[bool, typer.Option("--show", help="Print what golden/measurements/ records, and stop.")] = False,
 ) -> None:
@@ -99,11 +101,11 @@ def verify(
             out.print(escape(line), soft_wrap=True)
         return
     lines: list[str] = []
-    passed = _verify(golden, device, tokens, lines)
+    passed = _verify(golden, device, tokens, lines, dtype)
     if soak_rounds:
-        passed &= _soak(golden, device, soak_rounds, lines)
+        passed &= _soak(golden, device, soak_rounds, lines, dtype)
     if json_file is not None:
-        record(json_file, device, lines, passed=passed)
+        record(json_file, device, lines, dtype=dtype, passed=passed)
     if not passed:
         raise typer.Exit(1)
 
@@ -128,6 +130,7 @@ def generate(
     chat: Annotated[bool, typer.Option("--chat", help="The prompt is a message, put into the chat template.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of the text.")] = False,
     device: Device = "auto",
+    dtype: Dtype = "float32",
 ) -> None:
     """Continue a prompt. The text goes to standard output as it comes, the statistics to standard error."""
     from tokenizers.decoders import DecodeStream
@@ -138,7 +141,7 @@ def generate(
 
     text = _prompt(prompt, prompt_file)
     path = None if drafter == "lookup" else drafter
-    engine = Engine.load(bundle or trained_bundle(folder()), device, drafter=path)
+    engine = Engine.load(bundle or trained_bundle(folder()), device, drafter=path, dtype=dtype)
     stream = DecodeStream(skip_special_tokens=True)
 
     def show(token: int) -> None:
@@ -167,6 +170,7 @@ def generate(
             "decoder": decoder,
             "node_budget": node_budget,
             "drafter": type(drafts).__name__,
+            "dtype": dtype,
             "temperature": temperature,
             "seed": seed,
             "top_k": top_k,
@@ -423,12 +427,18 @@ def main() -> NoReturn:
     sys.exit(0)
 
 
-def _verify(golden: Path, device: str, new_tokens: int | None, lines: list[str] | None = None) -> bool:
+def _verify(
+    golden: Path, device: str, new_tokens: int | None, lines: list[str] | None = None, dtype: str = "float32"
+) -> bool:
     from kdtree_nb.verify import verify as run_checks
 
     passed, current = True, None
     with err.status("verify") as status:
-        for path, check in run_checks(golden, device, new_tokens, lambda doing: status.update(escape(doing))):
+
+        def doing(what: str) -> None:
+            status.update(escape(what))
+
+        for path, check in run_checks(golden, device, new_tokens, doing, dtype):
             status.stop()  # it would send what is printed to standard error
             if path != current:
                 out.print(f"[bold]{escape(path.name)}[/bold]")
@@ -441,14 +451,15 @@ def _verify(golden: Path, device: str, new_tokens: int | None, lines: list[str] 
     return passed
 
 
-def _soak(golden: Path, device: str, rounds: int, lines: list[str]) -> bool:
+def _soak(golden: Path, device: str, rounds: int, lines: list[str], dtype: str) -> bool:
     from kdtree_nb.engine import Engine
     from kdtree_nb.golden import bundle_of, golden_files
     from kdtree_nb.soak import soak
 
     path = bundle_of(golden_files(golden)[-1])
     with err.status("soak") as status:
-        found = soak(Engine.load(path, device), rounds, progress=lambda done: status.update(f"soak: {done}/{rounds}"))
+        engine = Engine.load(path, device, dtype=dtype)
+        found = soak(engine, rounds, progress=lambda done: status.update(f"soak: {done}/{rounds}"))
     passed = not found.mismatches and found.shortened > 0 and found.bytes_after <= found.bytes_before
     line = (
         f"{'PASS' if passed else 'FAIL'}  soak          {found.rounds} rounds of {found.texts} texts, "

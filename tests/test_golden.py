@@ -253,12 +253,12 @@ def ancestors_hidden(queries, rows, prefix_len, parents, depths, *rest):
     )
 
 
-def position_one_too_high(x, table, prefix_len, depths):
-    return rope(x, table, prefix_len, depths + (prefix_len[0] + depths > 4))
+def position_one_too_high(x, table, prefix_len, depths, dtype):
+    return rope(x, table, prefix_len, depths + (prefix_len[0] + depths > 4), dtype)
 
 
-def gate_and_up_swapped(gate_up):
-    return swiglu(np.concatenate(np.split(gate_up, 2, axis=1)[::-1], axis=1))
+def gate_and_up_swapped(gate_up, dtype):
+    return swiglu(np.concatenate(np.split(gate_up, 2, axis=1)[::-1], axis=1), dtype)
 
 
 def commit_first_rows(rows, prefix_len, path, length):
@@ -334,15 +334,13 @@ def test_only_the_bits_betray_rows_that_depend_on_their_number(monkeypatch: pyte
 
 
 def test_int4_nibbles_in_another_order_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    read = Bundle.weight
+    class Swapped(weights.QuantizedWeight):
+        @property
+        def dequantized(self) -> np.ndarray:
+            weight = super().dequantized
+            return weight.reshape(len(weight), -1, 2)[:, :, ::-1].reshape(weight.shape)
 
-    def swapped(self: Bundle, name: str) -> np.ndarray:
-        weight = read(self, name)
-        if f"{name}.qw" not in self:
-            return weight
-        return weight.reshape(len(weight), -1, 2)[:, :, ::-1].reshape(weight.shape)
-
-    monkeypatch.setattr(Bundle, "weight", swapped)
+    monkeypatch.setattr(weights, "QuantizedWeight", Swapped)
     assert failures([first_case()]).keys() == EVERY
 
 
