@@ -31,6 +31,8 @@ out, err = Console(highlight=False, width=None if sys.stdout.isatty() else 120),
 BundlePath = Annotated[Path, typer.Argument(help="A .kdtr file, a .kdtr.index.json, or the folder of one.")]
 Device = Annotated[str, typer.Option(help="auto, cuda, cpu or emulated (the CUDA source, run on this CPU).")]
 BUDGET = "INTEGER|auto"
+LONG_TO_LOAD = 10**9
+"""Bytes from which on there is a bar to watch."""
 
 
 def _node_budget(text: str) -> int | str:
@@ -139,6 +141,9 @@ def generate(
     text = _prompt(prompt, prompt_file)
     path = None if drafter == "lookup" else drafter
     engine = Engine.load(bundle or trained_bundle(folder()), device, drafter=path)
+    if engine.device.name == "cuda" and engine.bundle.nbytes >= LONG_TO_LOAD:
+        with _bytes_bar("loading") as progress:
+            engine.preload(progress)
     stream = DecodeStream(skip_special_tokens=True)
 
     def show(token: int) -> None:
