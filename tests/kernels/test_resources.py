@@ -28,6 +28,7 @@ EXPERTS = [
 VARIANTS = {path.name: NO_DEFINES for path in files("kdtree_nb.kernels").iterdir() if path.name.endswith(".cu")} | {
     "w4a16_gemm.cu": [{"SCALE": name} for name in reversed(FLOATS)],
     "dense_gemm.cu": [{"WEIGHT": name} for name in reversed(FLOATS)],
+    "tree_attention_mma.cu": [{"KV_LORA": "512", "ROPE": "64", "ROWS": rows} for rows in ("64", "32", "16")],
     "w4a16_mma.cu": MMA,
     "moe.cu": [PACKED, DENSE],
     "moe_mma.cu": EXPERTS,
