@@ -1,4 +1,4 @@
-"""The experts of a layer for bfloat16 tokens, INT4 weights on tensor cores; the weights are re-ordered once, at load."""
+"""The experts of a layer: bfloat16 tokens, INT4 weights on tensor cores; the weights are re-ordered once, at load."""
 
 from typing import NamedTuple
 
