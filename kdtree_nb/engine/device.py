@@ -76,9 +76,18 @@ class Device(NamedTuple):
             return array if array.ctypes.data % 16 == 0 else array.copy()  # kernels load 16 bytes at a time
         return self.xp.asarray(array.view(stored_as(self.xp, array.dtype)))
 
+    def empty(self, shape: tuple[int, ...], dtype: Any) -> Array:
+        """Memory on this device for an array that :meth:`put` would bring."""
+        return self.xp.empty(shape, stored_as(self.xp, dtype))
+
     def zeros(self, shape: tuple[int, ...], dtype: Any) -> Array:
-        """Zeros on this device, of bfloat16 as :meth:`put` has it."""
+        """The same, filled with zeros."""
         return self.xp.zeros(shape, stored_as(self.xp, dtype))
+
+    def wait(self) -> None:
+        """Return when everything that was asked of the device is done."""
+        if self.name == "cuda":
+            self.xp.cuda.Device().synchronize()
 
     def host(self, array: Array) -> np.ndarray:
         """A device array on the host; waits for it."""

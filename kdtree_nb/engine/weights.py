@@ -1,23 +1,25 @@
 """The one place that asks whether a weight is INT4."""
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 from ml_dtypes import bfloat16
 
 from kdtree_nb.bundle import Bundle
+from kdtree_nb.bundle.format import DTYPES
 from kdtree_nb.engine.device import Device
+from kdtree_nb.engine.upload import Piece, upload
 from kdtree_nb.kernels.dense_gemm import dense_gemm
 from kdtree_nb.kernels.dense_mma import dense_mma
-from kdtree_nb.kernels.launch import Array, array_module, runs_cuda
+from kdtree_nb.kernels.launch import Array, address_of, array_module, runs_cuda
 from kdtree_nb.kernels.moe import Experts, moe
 from kdtree_nb.kernels.moe_mma import TiledExperts, moe_mma, tile_experts
 from kdtree_nb.kernels.to_bfloat16 import to_bfloat16
 from kdtree_nb.kernels.w4a16_gemm import w4a16_gemm
 from kdtree_nb.kernels.w4a16_mma import tile_weight, w4a16_mma
-from kdtree_nb.quantization import QuantizedWeight
 from kdtree_nb.reference.linear import COLUMNS, Tiles, linear, tile
 
 
@@ -26,6 +28,8 @@ class Weights:
 
     The kernels multiply with weights as they are stored. NumPy has no INT4 product: there a packed weight is
     dequantised, once, when it first meets an input, and experts that no token chose stay on the disk.
+
+    A GPU gets the stored bytes by :func:`~kdtree_nb.engine.upload.upload`, straight into the arrays that kernels read.
 
     Parameters
     ----------
@@ -43,6 +47,38 @@ class Weights:
         self._stored: dict[tuple[str, ...], tuple[Any, ...]] = {}
         self._tiles: dict[tuple[str, ...], Tiles] = {}
         self._experts: dict[str, tuple[Any, Any]] = {}
+        self._awaited: list[Piece] | None = None  # within preload: what its one upload will bring
+
+    def preload(
+        self,
+        products: Iterable[tuple[str, ...]],
+        experts: Iterable[tuple[str, int]],
+        progress: Callable[[int, int], None] | None = None,
+    ) -> None:
+        """Load now, in one upload, what :meth:`linear` and :meth:`experts` would load when called with these names.
+
+        ``progress`` is called with the bytes sent so far and the bytes of all.
+        """
+        known = {*self._stored, *self._experts}
+        self._awaited = []
+        try:
+            for names in products:
+                alike = len({self._is_packed(name) for name in names}) == 1
+                for together in [names] if alike else [(name,) for name in names]:
+                    self._on_device(together, *((".qw", ".sc") if self._is_packed(together[0]) else ("",)))
+            for at, count in experts:
+                self.experts(at, count)
+            self._send(self._awaited, progress)
+            for names in self._stored.keys() - known:
+                self._stored[names] = self._arranged(*self._stored[names])
+            for at in self._experts.keys() - known:
+                self._experts[at] = self._arranged_experts(*self._experts[at])
+        except BaseException:  # arrays whose bytes have not come must not be found
+            self._stored.clear()
+            self._experts.clear()
+            raise
+        finally:
+            self._awaited = None
 
     def kinds(self) -> dict[str, int]:
         """How many tensors of each dtype there are: with the config, what a forward pass costs."""
@@ -61,8 +97,7 @@ class Weights:
         -------
         float32 [tokens, out]
         """
-        if self._narrow and x.dtype == np.float32:
-            x = to_bfloat16(x)
+        x = self._entering(x)
         if not runs_cuda(x):
             return linear(self._device.float32(x), self._tiled(names))
         packed = [self._is_packed(name) for name in names]
@@ -76,38 +111,43 @@ class Weights:
         """Each head's product with a weight of :meth:`stack`, in ``dtype``: [tokens, heads, in] to [.., .., out]."""
         by_head = x.swapaxes(0, 1)
         if isinstance(weight, Tiles):
-            y = linear(self._device.float32(by_head), weight).astype(self.dtype, copy=False)
+            y = self._entering(linear(self._device.float32(by_head), weight))
         else:
             y = dense_mma(by_head, weight, self.dtype) if self._narrow else dense_gemm(by_head, weight)
         return y.swapaxes(0, 1)
 
-    def stack(self, matrices: np.ndarray) -> Array | Tiles:
-        """Matrices float32 [heads, out, in], laid out for :meth:`heads`."""
+    def stack(self, matrices: Array) -> Array | Tiles:
+        """Matrices of :meth:`matrix`, float32 [heads, out, in], laid out for :meth:`heads`."""
         if self._device.name == "cpu":
             return tile(matrices)
-        return self._device.put(matrices.astype(self.dtype, order="C"))
+        return self._device.put(self._entering(self._device.xp.ascontiguousarray(matrices)))
 
     def moe(self, x: Array, expert_ids: Array, weights: Array, at: str, count: int) -> Array:
         """The weighted sum of each token's experts below ``at``, by the kernels: dtype [tokens, hidden] to float32.
 
         Experts that are not all INT4 have no kernel for tensor cores: the exact one takes what is rounded.
         """
+        gate_up, down = self.experts(at, count)
+        if isinstance(gate_up, TiledExperts):
+            return moe_mma(x, expert_ids, weights, gate_up, down)
+        return moe(self._device.float32(x), expert_ids, weights, gate_up, down)
+
+    def experts(self, at: str, count: int) -> tuple[Any, Any]:
+        """The gate-and-up and the down projections of all experts below ``at``, for the kernels."""
         if at not in self._experts:
             gate_up = self._stacked([[f"{at}.{e}.gate_proj", f"{at}.{e}.up_proj"] for e in range(count)])
             down = self._stacked([[f"{at}.{e}.down_proj"] for e in range(count)])
-            self._experts[at] = gate_up, down
-            if self._narrow and gate_up.scales is not None and down.scales is not None:
-                self._experts[at] = tile_experts(gate_up.values, gate_up.scales), tile_experts(down.values, down.scales)
-        experts = self._experts[at]
-        if isinstance(experts[0], TiledExperts):
-            return moe_mma(x, expert_ids, weights, *experts)
-        return moe(self._device.float32(x), expert_ids, weights, *experts)
+            stored = gate_up, down
+            self._experts[at] = self._arranged_experts(*stored) if self._awaited is None else stored
+        return self._experts[at]
 
-    def matrix(self, name: str) -> np.ndarray:
-        """A weight as float32 [out, in] on the host; loaded anew at each call, for those that re-arrange it."""
-        if self._is_packed(name):
-            return QuantizedWeight(self._load(f"{name}.qw"), self._load(f"{name}.sc"), name).dequantized
-        return self._load(name).astype(np.float32, copy=False)
+    def matrix(self, name: str) -> Array:
+        """A float weight as float32 [out, in]; not kept, for those that re-arrange it."""
+        if self._device.name == "cpu":
+            return self._on_host(name)
+        (stored,) = self._on_device((name,), "")
+        del self._stored[(name,)]
+        return self._device.float32(stored)
 
     def vector(self, name: str) -> Array:
         """A norm's weight, a router's bias or a table that is read by rows: float32, as it is stored."""
@@ -126,37 +166,87 @@ class Weights:
     def _is_packed(self, name: str) -> bool:
         return f"{name}.qw" in self._bundle
 
+    def _on_host(self, name: str) -> np.ndarray:
+        if self._narrow and self._is_packed(name):
+            stored = self._bundle.quantized(name)
+            return replace(stored, scales=self._entering(stored.scales)).dequantized
+        return self._entering(self._bundle.weight(name)).astype(np.float32, copy=False)
+
     def _tiled(self, names: tuple[str, ...]) -> Tiles:
         if names not in self._tiles:
-            self._tiles[names] = tile(np.concatenate([self.matrix(name) for name in names]))
+            self._tiles[names] = tile(np.concatenate([self._on_host(name) for name in names]))
         return self._tiles[names]
 
     def _on_device(self, names: tuple[str, ...], *parts: str) -> tuple[Any, ...]:
         if names not in self._stored:
-            stored = tuple(self._device.put(self._side_by_side(names, part)) for part in parts)
-            self._stored[names] = (tile_weight(*stored),) if self._narrow and len(stored) == 2 else stored
+            stored = tuple(self._side_by_side(names, part) for part in parts)
+            self._stored[names] = self._arranged(*stored) if self._awaited is None else stored
         return self._stored[names]
 
-    def _side_by_side(self, names: Sequence[str], part: str) -> np.ndarray:
-        arrays = [self._load(name + part) for name in names]
-        if len({array.dtype for array in arrays}) > 1:  # floats of two kinds
-            arrays = [array.astype(np.float32) for array in arrays]
-        return arrays[0] if len(arrays) == 1 else np.concatenate(arrays)
+    def _entering(self, array: Array) -> Array:
+        """A float array as it enters a product; codes as they are."""
+        if not self._narrow or array.dtype in (bfloat16, np.uint16, np.int32):
+            return array
+        return to_bfloat16(array.astype(np.float32, copy=False))
 
-    def _load(self, stored: str) -> np.ndarray:
-        """A stored tensor; a float one, or scales, as it enters products."""
-        array = self._bundle[stored]
-        return array.astype(self.dtype, copy=False) if self._narrow and array.dtype != np.int32 else array
+    def _arranged(self, *stored: Array) -> tuple[Any, ...]:
+        """What a product takes of a weight, or of its codes and scales, once they are on the device."""
+        rounded = tuple(map(self._entering, stored))
+        return (tile_weight(*rounded),) if self._narrow and len(rounded) == 2 else rounded
+
+    def _arranged_experts(self, gate_up: Experts, down: Experts) -> tuple[Any, Any]:
+        """The same of a layer's experts."""
+        if self._narrow and gate_up.scales is not None and down.scales is not None:
+            return tile_experts(gate_up.values, gate_up.scales), tile_experts(down.values, down.scales)
+
+        def rounded(of: Experts) -> Experts:
+            return Experts(self._entering(of.values), None if of.scales is None else self._entering(of.scales))
+
+        return rounded(gate_up), rounded(down)
+
+    def _side_by_side(self, names: Sequence[str], part: str) -> Array:
+        """Stored tensors one below the other, on the device."""
+        entries = [self._bundle.entries[name + part] for name in names]
+        dtypes = {DTYPES[entry.dtype] for entry in entries}
+        if self._device.xp is not np and len(dtypes) == 1:
+            rows = sum(entry.shape[0] for entry in entries)
+            whole = self._device.empty((rows, *entries[0].shape[1:]), *dtypes)
+            pieces, address = [], address_of(whole)
+            for name, entry in zip(names, entries, strict=True):
+                file, begin = self._bundle.place(name + part)
+                pieces.append(Piece(file, begin, begin + entry.nbytes, address))
+                address += entry.nbytes
+            if self._awaited is None:
+                self._send(pieces)
+            else:
+                self._awaited += pieces
+            return whole
+        arrays = [self._bundle[name + part] for name in names]
+        if len(dtypes) > 1:  # floats of two kinds
+            arrays = [array.astype(np.float32) for array in arrays]
+        return self._device.put(arrays[0] if len(arrays) == 1 else np.concatenate(arrays))
+
+    def _send(self, pieces: Sequence[Piece], progress: Callable[[int, int], None] | None = None) -> None:
+        done, total = 0, sum(piece.end - piece.begin for piece in pieces)
+
+        def advance(count: int) -> None:
+            nonlocal done
+            done += count
+            if progress is not None:
+                progress(done, total)
+
+        self._device.wait()  # what the arrays are made of may still be in use
+        upload(self._bundle, pieces, advance)
 
     def _stacked(self, names_of_expert: list[list[str]]) -> Experts:
         packed = [self._is_packed(name) for names in names_of_expert for name in names]
         if any(packed) and not all(packed):  # one stack has one kind
-            floats = [np.concatenate([self.matrix(name) for name in names]) for names in names_of_expert]
+            floats = [np.concatenate([self._on_host(name) for name in names]) for names in names_of_expert]
             return Experts(self._device.put(np.stack(floats)))
         parts = (".qw", ".sc") if all(packed) else ("",)
         everything = [name for names in names_of_expert for name in names]
         stacks = [self._side_by_side(everything, part) for part in parts]
-        return Experts(*(self._device.put(stack.reshape(len(names_of_expert), -1, stack.shape[1])) for stack in stacks))
+        return Experts(*(stack.reshape(len(names_of_expert), -1, stack.shape[1]) for stack in stacks))
 
 
 def joined(*parts: Array) -> Array:

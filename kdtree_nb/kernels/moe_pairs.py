@@ -4,10 +4,10 @@ from typing import NamedTuple
 
 import numpy as np
 
+from kdtree_nb.config.model import MAX_EXPERTS
 from kdtree_nb.kernels.gemm import threads_for
 from kdtree_nb.kernels.launch import Array, Kernel, array_module
 
-MAX_EXPERTS = 1024
 _sort, _sum = (Kernel("moe_pairs.cu", name) for name in ("moe_sort", "moe_sum"))
 
 
@@ -73,7 +73,5 @@ def sum_pairs(outputs: Array, weights: Array) -> Array:
     (tokens, top_k), hidden = weights.shape, outputs.shape[1]
     y = array_module(outputs).empty((tokens, hidden), np.float32)
     threads = threads_for(hidden)
-    _sum(
-        (tokens, -(-hidden // threads)), (threads,), (outputs, weights, y, np.int32(hidden), np.int32(top_k))
-    )
+    _sum((tokens, -(-hidden // threads)), (threads,), (outputs, weights, y, np.int32(hidden), np.int32(top_k)))
     return y

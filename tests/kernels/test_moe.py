@@ -5,9 +5,9 @@ import pytest
 from helpers import assert_same_bits
 from ml_dtypes import bfloat16
 
+from kdtree_nb.config.model import MAX_EXPERTS
 from kdtree_nb.kernels.dense_gemm import dense_gemm
 from kdtree_nb.kernels.moe import Experts, moe
-from kdtree_nb.kernels.moe_pairs import MAX_EXPERTS
 from kdtree_nb.kernels.swiglu import swiglu
 from kdtree_nb.kernels.w4a16_gemm import w4a16_gemm
 

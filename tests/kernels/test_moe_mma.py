@@ -345,7 +345,9 @@ def test_scales_are_rounded_to_bfloat16(device, dtype):
     scales[0, :6, 0] = np.float32([1 + 2**-8, 1 + 3 * 2**-8, -1 - 2**-8, np.inf, np.nan, 0]).astype(dtype)
     tiled = tile_experts(device.put(np.zeros((1, 128, 16), np.int32)), device.put(scales))
     expected = tile_experts(np.zeros((1, 128, 16), np.int32), scales.astype(bfloat16))
-    found, right = (array.view(np.uint32).view(np.uint16).view(bfloat16) for array in (device.host(tiled.scales), expected.scales))
+    found, right = (
+        array.view(np.uint32).view(np.uint16).view(bfloat16) for array in (device.host(tiled.scales), expected.scales)
+    )
     np.testing.assert_array_equal(found.astype(np.float32), right.astype(np.float32))
 
 

@@ -3,7 +3,8 @@
 import numpy as np
 import pytest
 
-from kdtree_nb.kernels.moe_pairs import MAX_EXPERTS, check_routing, sort_pairs, sum_pairs
+from kdtree_nb.config.model import MAX_EXPERTS
+from kdtree_nb.kernels.moe_pairs import check_routing, sort_pairs, sum_pairs
 
 from .experts import random_routing
 
@@ -24,7 +25,9 @@ def assert_sorted(device, expert_ids: np.ndarray, experts: int, rows: int = 8) -
 
 
 @pytest.mark.parametrize("rows", [1, 8])
-@pytest.mark.parametrize(("tokens", "experts", "top_k"), [(1, 1, 1), (1, 384, 8), (64, 384, 8), (50, 33, 6), (9, 1024, 3)])
+@pytest.mark.parametrize(
+    ("tokens", "experts", "top_k"), [(1, 1, 1), (1, 384, 8), (64, 384, 8), (50, 33, 6), (9, 1024, 3)]
+)
 def test_random_routing(device, tokens, experts, top_k, rows):
     expert_ids, _ = random_routing(np.random.default_rng(tokens), tokens, experts, top_k)
     assert_sorted(device, expert_ids, experts, rows)
