@@ -7,7 +7,7 @@ import pytest
 from kdtree_nb.kernels.moe_mma import GEOMETRY
 from kdtree_nb.kernels.nvrtc import compile_cubin, find_nvrtc
 from kdtree_nb.kernels.source import read_source
-from kdtree_nb.kernels.w4a16_mma import LONG, MIDDLE, SHORT, WIDE
+from kdtree_nb.kernels.w4a16_mma import LONG, MIDDLE, SHORT, WIDE, Geometry
 
 ARCHS = ("sm_80", "sm_90a", "sm_100", "sm_120")
 FLOATS = ("float", "__half", "__nv_bfloat16")
@@ -15,8 +15,7 @@ PACKED = {"WEIGHT": "Int4Weight<__nv_bfloat16>", "VALUE": "uint4", "SCALE": "__n
 DENSE = {"WEIGHT": "DenseWeight<__half>", "VALUE": "__half", "SCALE": "float"}
 NO_DEFINES: list[dict[str, str]] = [{}]
 MMA = [
-    {"IN_FEATURES": str(in_features), "PARTS": str(plan.parts)}
-    | {name: str(value) for name, value in zip(("TILES", "ROWS", "STAGES"), cut, strict=True)}
+    {"IN_FEATURES": str(in_features)} | {name: str(value) for name, value in Geometry(plan.parts, *cut).defines.items()}
     for in_features, plan in ((7168, MIDDLE), (7168, LONG), (2048, WIDE), (1408, SHORT))
     for cut in plan.geometries.values()
 ]
