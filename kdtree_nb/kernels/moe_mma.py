@@ -1,4 +1,4 @@
-"""The experts of a layer for bfloat16 tokens, INT4 weights on tensor cores; the weights are re-ordered once, at load."""
+"""The INT4 experts of a layer for bfloat16 tokens, on tensor cores; the weights are re-ordered once, at load."""
 
 from typing import NamedTuple
 
@@ -69,11 +69,7 @@ def tile_experts(qweight: Array, scales: Array) -> TiledExperts:
             f"tile_experts: qweight is {qweight.dtype.name}, expected int32: experts that are not INT4 are for moe"
         )
     in_features = qweight.shape[-1] * CODES_PER_WORD
-    if (
-        qweight.ndim != 3
-        or in_features % GROUP_SIZE
-        or scales.shape != (*qweight.shape[:2], in_features // GROUP_SIZE)
-    ):
+    if qweight.ndim != 3 or in_features % GROUP_SIZE or scales.shape != (*qweight.shape[:2], in_features // GROUP_SIZE):
         raise ValueError(
             f"tile_experts: qweight {list(qweight.shape)} and scales {list(scales.shape)}, "
             f"expected [experts, out, in/8] and [experts, out, in/32] with in a multiple of group_size={GROUP_SIZE}"
@@ -116,10 +112,10 @@ def moe_mma(x: Array, expert_ids: Array, weights: Array, gate_up: TiledExperts, 
         If shapes or dtypes do not fit; the message names them. Experts that are not INT4 do not: they are for
         :func:`~kdtree_nb.kernels.moe.moe`.
     """
-    for name, experts in (("gate_up", gate_up), ("down", down)):
-        if not isinstance(experts, TiledExperts):
+    for name, weight in (("gate_up", gate_up), ("down", down)):
+        if not isinstance(weight, TiledExperts):
             raise TypeError(
-                f"moe_mma: {name} is {type(experts).__name__}, expected INT4 weights from tile_experts; "
+                f"moe_mma: {name} is {type(weight).__name__}, expected INT4 weights from tile_experts; "
                 "others are for moe"
             )
     check_rows("moe_mma", x, gate_up.shape[2])

@@ -190,7 +190,7 @@ def test_a_token_does_not_depend_on_the_tokens_beside_it(device, hidden, width):
     assert_same_bits(device.host(moe_mma(*(device.put(a[order]) for a in arrays), *layer)), whole[order])
 
 
-@pytest.mark.parametrize("parts", [2, 4, 8])
+@pytest.mark.parametrize("parts", [2, 8])
 def test_no_geometry_changes_a_bit(device, parts):
     """Of those with the same parts: tiles of a block, stages that are more or fewer than a part's steps."""
     rng = np.random.default_rng(5)
@@ -198,7 +198,7 @@ def test_no_geometry_changes_a_bit(device, parts):
     arrays = device.put(random_x(rng, 9, 544)), *map(device.put, random_routing(rng, 9, 3, 2))
     first, *others = (
         device.host(launch(*arrays, *layer, Geometry(parts, *up), Geometry(parts, *down)))
-        for up, down in [((1, 8, 6), (4, 8, 2)), ((2, 8, 2), (8, 8, 3)), ((4, 8, 3), (2, 8, 4)), ((8, 8, 2), (1, 8, 5))]
+        for up, down in [((1, 8, 6), (4, 8, 2)), ((4, 8, 3), (8, 8, 3)), ((8, 8, 2), (1, 8, 5))]
     )
     for other in others:
         assert_same_bits(other, first)
@@ -345,7 +345,9 @@ def test_scales_are_rounded_to_bfloat16(device, dtype):
     scales[0, :6, 0] = np.float32([1 + 2**-8, 1 + 3 * 2**-8, -1 - 2**-8, np.inf, np.nan, 0]).astype(dtype)
     tiled = tile_experts(device.put(np.zeros((1, 128, 16), np.int32)), device.put(scales))
     expected = tile_experts(np.zeros((1, 128, 16), np.int32), scales.astype(bfloat16))
-    found, right = (array.view(np.uint32).view(np.uint16).view(bfloat16) for array in (device.host(tiled.scales), expected.scales))
+    found, right = (
+        array.view(np.uint32).view(np.uint16).view(bfloat16) for array in (device.host(tiled.scales), expected.scales)
+    )
     np.testing.assert_array_equal(found.astype(np.float32), right.astype(np.float32))
 
 

@@ -24,7 +24,9 @@ def assert_sorted(device, expert_ids: np.ndarray, experts: int, rows: int = 8) -
 
 
 @pytest.mark.parametrize("rows", [1, 8])
-@pytest.mark.parametrize(("tokens", "experts", "top_k"), [(1, 1, 1), (1, 384, 8), (64, 384, 8), (50, 33, 6), (9, 1024, 3)])
+@pytest.mark.parametrize(
+    ("tokens", "experts", "top_k"), [(1, 1, 1), (1, 384, 8), (64, 384, 8), (50, 33, 6), (9, 1024, 3)]
+)
 def test_random_routing(device, tokens, experts, top_k, rows):
     expert_ids, _ = random_routing(np.random.default_rng(tokens), tokens, experts, top_k)
     assert_sorted(device, expert_ids, experts, rows)
@@ -49,7 +51,7 @@ def test_any_order_of_threads(device):
 
     def sorted_within_blocks():
         blocks = sort_pairs(ids, 70, 8)
-        count = int(device.host(blocks.count)[0])
+        count = int(device.host(blocks.num_blocks)[0])
         by_expert = [np.sort(device.host(blocks.pairs)[:count], axis=1), device.host(blocks.experts)[:count]]
         return [device.put(array) for array in by_expert]
 
