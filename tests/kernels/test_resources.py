@@ -43,7 +43,7 @@ CASES = [
 
 SPILLS: dict[str, str] = {}
 """Kernels that may spill or keep an array in memory, each with the reason."""
-MOST_THREADS = {"top_k": 1024, "moe_sort": 1024}
+MOST_THREADS = {"top_k": 1024, "top_k_sums": 1024, "top_k_join": 1024, "moe_sort": 1024}
 """Of a block, where it is not 256."""
 
 
