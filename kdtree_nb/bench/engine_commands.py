@@ -121,22 +121,25 @@ def bench_model(
         layers.config_of(layer)
     lacking = missing(with_peers, "transformers", "torch", "transformers")
     limits = ceilings()
+    before = model.memory_held()
     engine = Engine.load(bundle or trained_bundle(folder()), "cuda", dtype=dtype)  # type: ignore[call-arg]
     prompt = model.prompt_length(prompt_tokens, engine.capacity)
     runs = tracked(model.measure(engine, prompt), len(model.WAYS))
-    about = {"memory_bytes": model.memory_held(), "floor_tokens_per_second": model.floor(engine, prompt, limits)}
+    held, floor = model.memory_held() - before, model.floor(engine, prompt, limits, dtype)
+    about = {"memory_bytes": float(held), "floor_tokens_per_second": floor}
     if with_peers and not lacking:
         about["transformers_tokens_per_second"] = model.transformers_tokens_per_second(engine.config, prompt)
-    title = f"{engine.bundle.path.name}, {dtype}: {model.NEW_TOKENS} tokens after {prompt}"
+    name = engine.bundle.path.name
+    title = f"{name}, {dtype}: {model.NEW_TOKENS} tokens after {prompt}"
     table = Table("decoder", "B", "tokens/s", "/ floor of ar", "τ", "forwards", "prompt tokens/s", title=title)
     for run in runs:
         rate = run.tokens_per_second
-        values = f"{rate:,.0f}", f"{rate / about['floor_tokens_per_second']:.3f}", f"{run.acceptance_length:.2f}"
+        values = f"{rate:,.0f}", f"{rate / floor:.3f}", f"{run.acceptance_length:.2f}"
         prefill = f"{run.prefill_tokens_per_second:,.0f}"
         table.add_row(run.decoder, str(run.node_budget), *values, str(run.target_forwards), prefill)
     out.print(table)
-    for name, value in about.items():
-        out.print(f"{name} {value:,.0f}")
+    for what, value in about.items():
+        out.print(f"{what} {value:,.0f}")
     measured: list[Measured] = []
     if layer is not None:
         del engine
@@ -144,8 +147,9 @@ def bench_model(
         show(f"one layer of {layer}", measured, limits)
         for one in measured:
             rate = layers.passes_per_second(one.microseconds)
-            out.print(f"on paper, {layers.KIMI_LAYERS} layers on {layers.GPUS} GPUs: {rate:.0f} passes/s of {one.case}")
+            paper = f"{layers.KIMI_LAYERS} layers on {layers.GPUS} GPUs, on paper: {rate:.0f} passes/s"
+            out.print(f"{paper} of {one.case['rows']} rows, at most")
     if json_file is not None:
-        settings = {"dtype": dtype, "prompt_tokens": prompt, "new_tokens": model.NEW_TOKENS, "layer": layer}
+        settings = {"bundle": name, "dtype": dtype, "prompt_tokens": prompt, "new_tokens": model.NEW_TOKENS}
         results = [run._asdict() for run in runs] + [one._asdict() for one in measured]
         record(json_file, "cuda", results, ceilings=limits._asdict(), missing=lacking, settings=settings, **about)

@@ -10,6 +10,8 @@ from kdtree_nb.engine import Engine
 from kdtree_nb.golden import held_out_prompts
 from kdtree_nb.quantization import routed_experts
 
+CACHE_ELEMENT = {"float32": 4, "bfloat16": 2}
+"""Bytes of a value of the latent cache, by what the engine computes in."""
 EMBEDDING = "model.embed_tokens"
 
 
@@ -30,9 +32,7 @@ def expected_experts(experts: int, top_k: int, rows: int) -> float:
     return float(experts * (1 - (1 - top_k / experts) ** rows))
 
 
-def pass_bytes(
-    config: ModelConfig, stored: Mapping[str, Entry], rows: int, context: int, cache_element: int = 4
-) -> float:
+def pass_bytes(config: ModelConfig, stored: Mapping[str, Entry], rows: int, context: int, cache_element: int) -> float:
     """The cost model of a pass: every weight once as it is stored, of the routed experts those that are expected.
 
     The rows' own embeddings count, not the table, unless the head shares it; of the cache what the layers read.

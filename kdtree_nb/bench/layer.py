@@ -25,6 +25,7 @@ ROWS = (1, 9, 17, 33, 65)
 CONTEXT, CALLS = 4096, 4
 GPUS = 8
 POOL = 1 << 26
+"""Random numbers that windows are cut of: more than the largest weight has."""
 KIMI_LAYERS = 61
 KIMI_LAYER = ModelConfig(
     vocab_size=4096,  # the head and the embedding are no part of a layer
@@ -62,6 +63,7 @@ class RandomBundle(Bundle):
         random = np.random.default_rng(seed)
         self._words = random.integers(-(2**31), 2**31, POOL, dtype=np.int32)
         self._normal = random.standard_normal(POOL, dtype=np.float32).astype(bfloat16)
+        self._scales: dict[int, np.ndarray] = {}
         self._random = random
 
     def __getitem__(self, name: str) -> np.ndarray:
@@ -69,12 +71,19 @@ class RandomBundle(Bundle):
         shape, dtype, *_ = self.entries[name]
         if name.endswith(".qw"):
             return self._window(self._words, shape)
+        if name.endswith(".sc"):
+            return self._window(self._scales_of(shape[1] * GROUP_SIZE), shape)
         values = self._window(self._normal, shape)
-        if name.endswith(".sc"):  # a code's deviation is 4.6
-            return (np.abs(values.astype(np.float32)) / (4.6 * np.sqrt(shape[1] * GROUP_SIZE))).astype(bfloat16)
         if len(shape) == 1:
             return (np.float32(not name.endswith("bias")) + values.astype(np.float32) / 16).astype(DTYPES[dtype])
         return (values.astype(np.float32) / np.float32(np.sqrt(shape[1]))).astype(DTYPES[dtype])
+
+    def _scales_of(self, in_features: int) -> np.ndarray:
+        """A pool for every width, since there are too many experts to convert each; a code's deviation is 4.6."""
+        if in_features not in self._scales:
+            uniform = self._random.uniform(0.5, 1.5, POOL // 16) / (4.6 * np.sqrt(in_features))
+            self._scales[in_features] = uniform.astype(bfloat16)
+        return self._scales[in_features]
 
     def _window(self, pool: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
         size = int(np.prod(shape))

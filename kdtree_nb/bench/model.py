@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from kdtree_nb.bench.ceilings import Ceilings
-from kdtree_nb.bench.engines import pass_bytes, prompt_of
+from kdtree_nb.bench.engines import CACHE_ELEMENT, pass_bytes, prompt_of
 from kdtree_nb.bench.timing import require_gpu
 from kdtree_nb.config import ModelConfig
 from kdtree_nb.engine import Engine, Generation
@@ -77,16 +77,18 @@ def measure(engine: Engine, prompt_tokens: int) -> Iterator[Run]:
         yield median_run(decoder, budget, prompt_tokens, runs)
 
 
-def floor(engine: Engine, prompt_tokens: int, limits: Ceilings) -> float:
+def floor(engine: Engine, prompt_tokens: int, limits: Ceilings, dtype: str) -> float:
     """Tokens a second that plain decoding cannot pass: the bytes of a token's pass, halfway through the new tokens."""
     context = prompt_tokens + NEW_TOKENS // 2
-    return 1e9 * limits.read_gb_per_s / pass_bytes(engine.config, engine.bundle.entries, 1, context)
+    needed = pass_bytes(engine.config, engine.bundle.entries, 1, context, CACHE_ELEMENT[dtype])
+    return 1e9 * limits.read_gb_per_s / needed
 
 
 def memory_held() -> int:
-    """Bytes of the GPU in use, by this process and others, CUDA's own included."""
+    """Bytes of the GPU in use; those that CuPy keeps for later are given back before they are counted."""
     import cupy
 
+    cupy.get_default_memory_pool().free_all_blocks()
     free, total = cupy.cuda.Device().mem_info
     return int(total - free)
 
