@@ -27,6 +27,8 @@ app = typer.Typer(
 app.add_typer(bench, name="bench")
 
 BundlePath = Annotated[Path, typer.Argument(help="A .kdtr file, a .kdtr.index.json, or the folder of one.")]
+LONG_TO_LOAD = 10**9
+"""Bytes from which on there is a bar to watch."""
 
 
 @app.command()
@@ -128,6 +130,9 @@ def generate(
     text = _prompt(prompt, prompt_file)
     path = None if drafter == "lookup" else drafter
     engine = Engine.load(bundle or trained_bundle(folder()), device, drafter=path)
+    if engine.device.name == "cuda" and engine.bundle.nbytes >= LONG_TO_LOAD:
+        with _bytes_bar("loading") as progress:
+            engine.preload(progress)
     stream = DecodeStream(skip_special_tokens=True)
 
     def show(token: int) -> None:

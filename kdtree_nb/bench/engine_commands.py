@@ -153,3 +153,26 @@ def bench_model(
         settings = {"bundle": name, "dtype": dtype, "prompt_tokens": prompt, "new_tokens": model.NEW_TOKENS}
         results = [run._asdict() for run in runs] + [one._asdict() for one in measured]
         record(json_file, "cuda", results, ceilings=limits._asdict(), missing=lacking, settings=settings, **about)
+
+
+def bench_load(
+    bundle: Annotated[Path, typer.Option(help="A .kdtr file, a .kdtr.index.json, or the folder of one.")],
+    json_file: JsonFile = None,
+) -> None:
+    """Load all of a bundle to the GPU: its rate, beside the bus's and the disk's."""
+    from kdtree_nb.bench.load import measure
+    from kdtree_nb.record import record
+
+    found = measure(bundle)
+    out.print(f"opened in {found.open_seconds:.2f} s; {found.gpu_bytes / 1e9:,.2f} GB on the GPU")
+    for loading in found.loadings:
+        out.print(
+            f"{found.bytes / 1e9:,.2f} GB from the {loading.source} in {loading.seconds:.2f} s, "
+            f"{loading.gb_per_s:.1f} GB/s: {loading.share:.0%} of the slower of bus ({found.bus_gb_per_s:.1f}) "
+            f"and reading ({loading.read_gb_per_s:.1f})",
+            soft_wrap=True,
+        )
+    if json_file is not None:
+        about = found._asdict()
+        results = [loading._asdict() for loading in about.pop("loadings")]
+        record(json_file, "cuda", results, bundle=bundle.name, **about)

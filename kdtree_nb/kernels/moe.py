@@ -4,13 +4,13 @@ from typing import NamedTuple
 
 import numpy as np
 
+from kdtree_nb.config.model import MAX_EXPERTS
 from kdtree_nb.kernels.gemm import OUTPUTS, ROWS, THREADS, check_rows, elements, float_type, threads_for
 from kdtree_nb.kernels.launch import Array, Kernel, array_module, pointer, runs_cuda
 from kdtree_nb.quantization import CODES_PER_WORD, GROUP_SIZE, QuantizedWeight
 from kdtree_nb.reference import linear
 from kdtree_nb.reference import moe as reference
 
-MAX_EXPERTS = 1024
 _sort, _gate_up, _down, _sum = (Kernel("moe.cu", name) for name in ("moe_sort", "moe_gate_up", "moe_down", "moe_sum"))
 
 
