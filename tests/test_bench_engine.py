@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from builders import build, build_drafter_beside, build_text_model, tiny_config
+from ml_dtypes import bfloat16
 
 from kdtree_nb import golden
 from kdtree_nb.bench import engines, layer, model, step
@@ -170,9 +171,27 @@ def test_the_random_layer_is_laid_out_like_a_bundle(monkeypatch: pytest.MonkeyPa
     check_layout(bundle.path, bundle.config, bundle.entries)
     for name, entry in bundle.entries.items():
         assert (bundle[name].shape, bundle[name].nbytes) == (entry.shape, entry.nbytes), name
+        assert bundle.place(name) == (Path(name), 0)
     weight = bundle.weight("model.layers.0.mlp.experts.3.gate_proj").astype(np.float32)
     assert weight.std() * math.sqrt(32) == pytest.approx(1, rel=0.3)
     assert bundle["model.norm"].astype(np.float32).mean() == pytest.approx(1, abs=0.1)
+
+
+def test_an_upload_of_the_random_layer_gets_numbers_of_each_kind(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(layer, "POOL", 1 << 16)
+    bundle = layer.RandomBundle(tiny_config(num_hidden_layers=1, first_k_dense_replace=0))
+    expert = "model.layers.0.mlp.experts.3.down_proj"
+
+    def read(name: str, begin: int) -> bytes:
+        out = np.empty(bundle.entries[name].nbytes // 2, np.uint8)
+        bundle.read_into(out, *bundle.place(name)[:1], begin)
+        return out.tobytes()
+
+    halves = [read(f"{expert}.qw", begin) for begin in (0, 256)]
+    assert halves[0] != halves[1]
+    assert halves[0] == read(f"{expert}.qw", 0) != read("model.layers.0.mlp.experts.2.down_proj.qw", 0)
+    scales = np.frombuffer(read(f"{expert}.sc", 0), bfloat16).astype(np.float32)
+    assert ((scales > 0.49 / (4.6 * 32**0.5)) & (scales < 1.51 / (4.6 * 32**0.5))).all()
 
 
 def test_a_pass_of_the_layer_reads_its_experts_and_its_attention() -> None:

@@ -86,6 +86,7 @@ def bench_step(bundle: BundleFile = None, dtype: Dtype = "float32", json_file: J
 
     limits = ceilings()
     engine = Engine.load(bundle or trained_bundle(folder()), "cuda", dtype=dtype)  # type: ignore[call-arg]
+    engine.preload()
     found = tracked(step.measure(engine, step.ROWS), len(step.ROWS))
     title = f"a round, in µs; floor: {engine.bundle.path.name}'s bytes at {limits.read_gb_per_s:,.0f} GB/s"
     table = Table("rows", "pass", "floor", "/ floor", "draft", "build", "accept, commit", "idle", "round", title=title)
@@ -123,6 +124,7 @@ def bench_model(
     limits = ceilings()
     before = model.memory_held()
     engine = Engine.load(bundle or trained_bundle(folder()), "cuda", dtype=dtype)  # type: ignore[call-arg]
+    engine.preload()
     prompt = model.prompt_length(prompt_tokens, engine.capacity)
     runs = tracked(model.measure(engine, prompt), len(model.WAYS))
     held, floor = model.memory_held() - before, model.floor(engine, prompt, limits, dtype)

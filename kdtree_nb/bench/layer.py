@@ -1,12 +1,12 @@
 """One layer of Kimi K2 in its full size, with random weights: what no single GPU holds 61 times."""
 
+import zlib
 from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 
 import numpy as np
-from ml_dtypes import bfloat16
 
 from kdtree_nb.bench.engines import pass_bytes
 from kdtree_nb.bench.floors import Measured
@@ -18,14 +18,14 @@ from kdtree_nb.config import ModelConfig, YarnScaling
 from kdtree_nb.engine import Engine
 from kdtree_nb.engine.device import Device
 from kdtree_nb.engine.drafter import NO_DRAFTER
-from kdtree_nb.engine.rounds import Rounds
+from kdtree_nb.engine.rounds import Rounds, prefill
 from kdtree_nb.quantization import CODES_PER_WORD, GROUP_SIZE, quantized_names, routed_experts
 
 ROWS = (1, 9, 17, 33, 65)
 CONTEXT, CALLS = 4096, 4
 GPUS = 8
-POOL = 1 << 26
-"""Random numbers that windows are cut of: more than the largest weight has."""
+POOL = 1 << 23
+"""Random numbers of each kind."""
 KIMI_LAYERS = 61
 KIMI_LAYER = ModelConfig(
     vocab_size=4096,  # the head and the embedding are no part of a layer
@@ -52,54 +52,73 @@ LAYERS = {"kimi-k2": KIMI_LAYER}
 
 
 class RandomBundle(Bundle):
-    """Weights that no file holds: each is a window of one pool of random numbers, made when it is asked for.
+    """Weights that no file holds: each is cut out of a pool of random numbers when it is asked for.
 
-    As in Kimi K2's checkpoints, the routed experts are INT4 and everything else is bfloat16.
+    As in Kimi K2's checkpoints, the routed experts are INT4 and everything else is bfloat16. To an upload, each tensor
+    is a file of its own.
     """
 
-    def __init__(self, config: ModelConfig, seed: int = 0) -> None:
+    def __init__(self, config: ModelConfig) -> None:
         self.path, self.config, self.tokenizer = Path("random"), config, None
         self.entries = MappingProxyType(dict(_entries(config)))
-        random = np.random.default_rng(seed)
-        self._words = random.integers(-(2**31), 2**31, POOL, dtype=np.int32)
-        self._normal = random.standard_normal(POOL, dtype=np.float32).astype(bfloat16)
-        self._scales: dict[int, np.ndarray] = {}
-        self._random = random
+        random = np.random.default_rng(0)
+        self._pools: dict[tuple[str, int], np.ndarray] = {}
+        for name, stored in self.entries.items():
+            key = _kind(name, stored.shape)
+            if key not in self._pools:
+                self._pools[key] = _numbers(*key, random).astype(DTYPES[stored.dtype])
 
     def __getitem__(self, name: str) -> np.ndarray:
-        """A tensor of deviation 1/√in, around 1 where it is a norm's; another at each call."""
-        shape, dtype, *_ = self.entries[name]
-        if name.endswith(".qw"):
-            return self._window(self._words, shape)
-        if name.endswith(".sc"):
-            return self._window(self._scales_of(shape[1] * GROUP_SIZE), shape)
-        values = self._window(self._normal, shape)
-        if len(shape) == 1:
-            return (np.float32(not name.endswith("bias")) + values.astype(np.float32) / 16).astype(DTYPES[dtype])
-        return (values.astype(np.float32) / np.float32(np.sqrt(shape[1]))).astype(DTYPES[dtype])
+        """The tensor; where it is larger than its pool, it repeats."""
+        shape, *_ = self.entries[name]
+        return np.resize(np.roll(self._pools[_kind(name, shape)], -_start(name, POOL)), shape)
 
-    def _scales_of(self, in_features: int) -> np.ndarray:
-        """A pool for every width, since there are too many experts to convert each; a code's deviation is 4.6."""
-        if in_features not in self._scales:
-            uniform = self._random.uniform(0.5, 1.5, POOL // 16) / (4.6 * np.sqrt(in_features))
-            self._scales[in_features] = uniform.astype(bfloat16)
-        return self._scales[in_features]
+    def place(self, name: str) -> tuple[Path, int]:
+        """As :meth:`Bundle.place`."""
+        return self.entries[name].file, 0
 
-    def _window(self, pool: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
-        size = int(np.prod(shape))
-        start = int(self._random.integers(len(pool) - size + 1))
-        return pool[start : start + size].reshape(shape)
+    def read_into(self, out: np.ndarray, file: Path, begin: int) -> None:
+        """As :meth:`Bundle.read_into`: other bytes for each tensor and place, the same each time."""
+        name = str(file)
+        data = self._pools[_kind(name, self.entries[name].shape)].view(np.uint8)
+        start = _start(f"{name} {begin}", (len(data) - len(out)) // 16 + 1) * 16
+        out[:] = data[start : start + len(out)]
+
+
+def _kind(name: str, shape: tuple[int, ...]) -> tuple[str, int]:
+    """Which pool a tensor is of: its numbers' distribution, and the columns that their size depends on."""
+    if len(shape) == 1:
+        return "bias" if name.endswith("bias") else "norm", 0
+    if name.endswith(".qw"):
+        return "codes", 0
+    return "scales" if name.endswith(".sc") else "weight", shape[1]
+
+
+def _numbers(kind: str, width: int, random: np.random.Generator) -> np.ndarray:
+    """A pool. Outputs have deviation 1: a weight's numbers 1/√in, and so the scales, since a code's deviation is 4.6."""
+    if kind == "codes":
+        return random.integers(-(2**31), 2**31, POOL, dtype=np.int32)
+    if kind == "scales":
+        return random.uniform(0.5, 1.5, POOL) / (4.6 * np.sqrt(width * GROUP_SIZE))
+    if kind == "norm":
+        return random.uniform(0.5, 1.5, POOL)
+    return random.standard_normal(POOL, np.float32) / (16 if kind == "bias" else np.float32(np.sqrt(width)))
+
+
+def _start(name: str, choices: int) -> int:
+    return zlib.crc32(name.encode()) % choices
 
 
 def _entries(config: ModelConfig) -> Iterator[tuple[str, Entry]]:
-    file, packed = Path("random"), quantized_names(config, routed_experts)
+    packed = quantized_names(config, routed_experts)
     for name, shape in config.weight_shapes().items():
+        parts = [(name, shape, "BF16")]
         if name in packed:
             out_features, in_features = shape
-            yield f"{name}.qw", entry((out_features, in_features // CODES_PER_WORD), "I32", file)
-            yield f"{name}.sc", entry((out_features, in_features // GROUP_SIZE), "BF16", file)
-        else:
-            yield name, entry(shape, "BF16", file)
+            codes = f"{name}.qw", (out_features, in_features // CODES_PER_WORD), "I32"
+            parts = [codes, (f"{name}.sc", (out_features, in_features // GROUP_SIZE), "BF16")]
+        for stored, its_shape, dtype in parts:
+            yield stored, entry(its_shape, dtype, Path(stored))
 
 
 def config_of(name: str) -> ModelConfig:
@@ -129,11 +148,11 @@ def measure(name: str, rows: Sequence[int], dtype: str, context: int = CONTEXT) 
     config, device, random = config_of(name), Device.named("cuda"), np.random.default_rng(0)
     bundle = RandomBundle(config)
     capacity = context + max(rows)
-    model = Engine(bundle, None, capacity, device, dtype).model  # type: ignore[call-arg]
-    rounds = Rounds(model, NO_DRAFTER, capacity)
+    engine = Engine(bundle, None, capacity, device, dtype)  # type: ignore[call-arg]
+    engine.preload()
+    model, cache = engine.model, Rounds(engine.model, NO_DRAFTER, capacity).cache
     with device.running():
-        rounds.begin(random.integers(config.vocab_size, size=context + 1, dtype=np.int32), 1)
-    cache = rounds.cache
+        prefill(model, cache, random.integers(config.vocab_size, size=context, dtype=np.int32))
     stored = {name: entry for name, entry in bundle.entries.items() if name.startswith("model.layers.")}
     for count in rows:
         tree = random_tree(count, random)

@@ -12,7 +12,7 @@ from kdtree_nb.bench.inputs import MAX_DEPTH, random_tree
 from kdtree_nb.bench.timing import microseconds, require_gpu
 from kdtree_nb.engine import Engine
 from kdtree_nb.engine.drafter import NO_DRAFTER
-from kdtree_nb.engine.rounds import Rounds
+from kdtree_nb.engine.rounds import Rounds, prefill
 from kdtree_nb.kernels.cache_commit import cache_commit
 from kdtree_nb.kernels.choose_tokens import choose_tokens
 from kdtree_nb.kernels.launch import Array
@@ -86,9 +86,9 @@ def _step(engine: Engine, count: int) -> Step:
     new_tokens = min(NEW_TOKENS, engine.capacity - PROMPT)
     context = PROMPT + new_tokens // 2
     rounds = Rounds(model, NO_DRAFTER if plain else engine.drafter, context + count + MAX_DEPTH)
-    with device.running():
-        rounds.begin(prompt_of(engine, context + 1), MAX_DEPTH)
     cache, drafter, root = rounds.cache, rounds.drafter, rounds.root
+    with device.running():
+        prefill(model, cache, prompt_of(engine, context), drafter)
 
     draft = build = 0.0
     if not plain and drafter.on_device:
