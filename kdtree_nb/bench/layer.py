@@ -95,7 +95,7 @@ def _kind(name: str, shape: tuple[int, ...]) -> tuple[str, int]:
 
 
 def _numbers(kind: str, width: int, random: np.random.Generator) -> np.ndarray:
-    """A pool. Outputs have deviation 1: a weight's numbers 1/√in, and so the scales, since a code's deviation is 4.6."""
+    """A pool; outputs have deviation 1, so a weight's numbers 1/√in, and scales by as much less as codes have more."""
     if kind == "codes":
         return random.integers(-(2**31), 2**31, POOL, dtype=np.int32)
     if kind == "scales":
