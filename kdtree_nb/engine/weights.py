@@ -148,7 +148,7 @@ class Weights:
         """Stored tensors one below the other, on the device."""
         entries = [self._bundle.entries[name + part] for name in names]
         dtypes = {DTYPES[entry.dtype] for entry in entries}
-        if self._device.name == "cuda" and len(dtypes) == 1:
+        if self._device.xp is not np and len(dtypes) == 1:
             rows = sum(entry.shape[0] for entry in entries)
             whole = self._device.empty((rows, *entries[0].shape[1:]), *dtypes)
             pieces, address = [], address_of(whole)

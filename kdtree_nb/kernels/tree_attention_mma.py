@@ -1,0 +1,134 @@
+"""Attention of a draft tree's nodes over the latent cache on tensor cores: bfloat16 in and out, softmax in fp32."""
+
+from math import e, log2
+from typing import NamedTuple
+
+import numpy as np
+from ml_dtypes import bfloat16
+
+from kdtree_nb.kernels.launch import Array, Kernel, array_module, runs_cuda
+from kdtree_nb.reference import attention as reference
+
+TILE, THREADS, MAX_PATH = 64, 256, 1024
+"""Keys in a tile, threads in a block, most ancestors of a node, as in ``tree_attention_mma.cu``."""
+SCRATCH_BYTES = 2**30
+"""Of the partial sums of one launch; rows that do not fit go into the next."""
+_attend_split, _combine_splits = (Kernel("tree_attention_mma.cu", name) for name in ("attend_split", "combine_splits"))
+
+
+class Geometry(NamedTuple):
+    """How a launch cuts its work: heads of a block, which change no bit, and a row's splits, the order of its sums."""
+
+    rows: int
+    min_tiles: int
+    max_splits: int
+
+    def shared_bytes(self, latent: int) -> int:
+        """Queries and two tiles of keys, weights, the warps' largest scores, the path."""
+        pitch = -(-latent // 64) * 128
+        key_warps = 4 if self.rows == 64 else 8
+        return (self.rows + 2 * TILE) * pitch + self.rows * (2 * TILE + 4 * key_warps) + 2 * MAX_PATH
+
+
+def geometry_of(nodes: int, heads: int) -> Geometry:
+    """Few nodes make few blocks, so each takes fewer heads."""
+    most = 16 if nodes < 8 else 64
+    return Geometry(next(rows for rows in (16, 32, 64) if rows >= min(heads, most)), min_tiles=1, max_splits=8)
+
+
+def tree_attention_mma(
+    queries: Array,
+    cache: Array,
+    prefix_len: Array,
+    parents: Array,
+    depths: Array,
+    kv_lora_rank: int,
+    scale: float,
+) -> Array:
+    """Absorbed MLA attention to prefix, ancestors and self, a row's bits the same in a prompt, a chain or a tree.
+
+    Scores, weights and sums are fp32; a weight is rounded to bfloat16 before it multiplies its value, and so is the
+    result. On NumPy arrays this is :func:`kdtree_nb.reference.attention.tree_attention` of the same numbers, rounded.
+
+    Parameters
+    ----------
+    queries : bfloat16 (on a GPU its bits as uint16) [N, heads, kv_lora + rope]
+        N up to 1,025; kv_lora and rope multiples of 16.
+    cache : bfloat16 [capacity, kv_lora + rope]
+        One layer's; node i in row prefix_len + i.
+    prefix_len : int32 [1]
+    parents, depths : int32 [N]
+        −1 in padding, whose rows come back as zeros.
+
+    Returns
+    -------
+    bfloat16 (on a GPU its bits as uint16) [N, heads, kv_lora]
+
+    Raises
+    ------
+    ValueError, TypeError
+        If shapes or dtypes do not fit; the message names them.
+    """
+    if (
+        queries.ndim != 3
+        or cache.shape != (len(cache), queries.shape[2])
+        or not parents.shape == depths.shape == queries.shape[:1]
+    ):
+        raise ValueError(
+            f"tree_attention_mma: queries {list(queries.shape)}, cache {list(cache.shape)}, "
+            f"parents {list(parents.shape)}, depths {list(depths.shape)} do not fit"
+        )
+    for name, array in (("queries", queries), ("cache", cache)):
+        if array.dtype not in (bfloat16, np.uint16):
+            raise TypeError(f"tree_attention_mma: {name} is {array.dtype.name}, expected bfloat16 (or bits as uint16)")
+    if not runs_cuda(queries):
+        q, c = (array.view(bfloat16).astype(np.float32) for array in (queries, cache))
+        exact = reference.tree_attention(q, c, int(prefix_len[0]), parents, kv_lora_rank, scale)
+        return exact.astype(bfloat16).view(queries.dtype)
+    return launch(queries, cache, prefix_len, parents, depths, kv_lora_rank, scale, geometry_of(*queries.shape[:2]))
+
+
+def launch(
+    queries: Array,
+    cache: Array,
+    prefix_len: Array,
+    parents: Array,
+    depths: Array,
+    kv_lora_rank: int,
+    scale: float,
+    geometry: Geometry,
+) -> Array:
+    """What :func:`tree_attention_mma` does, in a given geometry."""
+    nodes, heads, latent = queries.shape
+    if not 0 < kv_lora_rank <= latent or kv_lora_rank % 16 or latent % 16:
+        raise ValueError(f"tree_attention_mma: kv_lora_rank={kv_lora_rank} of {latent}, expected multiples of 16")
+    if nodes > MAX_PATH + 1:
+        raise ValueError(f"tree_attention_mma: {nodes} nodes, expected 0 to {MAX_PATH + 1}")
+    xp = array_module(queries)
+    output = xp.empty((nodes, heads, kv_lora_rank), queries.dtype)
+    if not output.size:
+        return output
+    splits = min(geometry.max_splits, -(-len(cache) // (TILE * geometry.min_tiles)))
+    rows = max(1, min(nodes, SCRATCH_BYTES // (4 * splits * heads * kv_lora_rank)))
+    partial = xp.empty((rows, splits, heads, kv_lora_rank), np.float32)
+    stats = xp.empty((rows, splits, heads, 2), np.float32)
+    attend, combine = (
+        kernel.specialize(KV_LORA=kv_lora_rank, ROPE=latent - kv_lora_rank, ROWS=geometry.rows)
+        for kernel in (_attend_split, _combine_splits)
+    )
+    cut = np.int32(geometry.min_tiles), np.int32(geometry.max_splits)
+    for first in range(0, nodes, rows):
+        count, first_row = min(rows, nodes - first), np.int32(first)
+        sizes = (first_row, np.int32(nodes), np.int32(heads), *cut, np.float32(scale * log2(e)))
+        attend(
+            (count, -(-heads // geometry.rows), splits),
+            (THREADS,),
+            (queries.view(np.int32), cache.view(np.int32), prefix_len, parents, depths, partial, stats, *sizes),
+            geometry.shared_bytes(latent),
+        )
+        combine(
+            (count, heads),
+            (128,),
+            (partial, stats, prefix_len, depths, output.view(np.int32), first_row, np.int32(splits), *cut),
+        )
+    return output
