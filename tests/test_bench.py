@@ -306,7 +306,6 @@ def test_moe_times_the_exact_kernel_on_the_experts_that_it_counts(on_the_cpu: li
 
 
 def test_moe_measures_each_kernel_for_its_rows(on_the_cpu: list[int]) -> None:
-    pytest.importorskip("kdtree_nb.kernels.moe_mma")
     shapes, rows = {"tiny": moe.Shape(6, 2, 64, 32)}, (1, 8, 16)
     found = list(moe.measure(shapes, rows, with_peer=False))
     assert len(found) == moe.steps(shapes, rows, with_peer=False)
@@ -328,7 +327,6 @@ def test_moe_bytes_of_kimi_k2() -> None:
 
 
 def test_attention_times_a_tree(on_the_cpu: list[int]) -> None:
-    pytest.importorskip("kdtree_nb.kernels.tree_attention_mma")
     (one,) = attention.measure((5,), (3,), with_peer=False)
     assert (one.kernel, one.case) == ("tree_attention_mma", {"prefix": 5, "rows": 3})
     assert on_the_cpu == [2]

@@ -58,7 +58,7 @@ def measure(prefixes: Sequence[int], rows: Sequence[int], with_peer: bool) -> It
 
 
 def _ours(queries: Array, caches: Array, prefix: int, tree: Tree) -> float:
-    from kdtree_nb.kernels.tree_attention_mma import tree_attention_mma  # type: ignore[import-not-found]
+    from kdtree_nb.kernels.tree_attention_mma import tree_attention_mma
 
     put = Device.named("cuda").put
     at = put(np.array([prefix], np.int32)), put(tree.parents), put(tree.depths)

@@ -110,7 +110,7 @@ Timed = Iterator[tuple[int, float]]
 
 
 def _fast(shape: Shape, packed: list[tuple[Packed, Packed]], routings: dict[int, list[Routing]]) -> Timed:
-    from kdtree_nb.kernels.moe_mma import moe_mma, tile_experts  # type: ignore[import-not-found]
+    from kdtree_nb.kernels.moe_mma import moe_mma, tile_experts
 
     tiled = [(tile_experts(*gate_up), tile_experts(*down)) for gate_up, down in packed]
     return _ours(moe_mma, bfloat16, shape, tiled, routings)
