@@ -80,12 +80,13 @@ def bench_step(bundle: BundleFile = None, dtype: Dtype = "float32", json_file: J
     """A round of the engine by rows: its pass beside the cost model's floor, and where the rest of its time goes."""
     from kdtree_nb.bench import step
     from kdtree_nb.bench.ceilings import ceilings
+    from kdtree_nb.bench.engines import computing_in
     from kdtree_nb.demo import trained_bundle
     from kdtree_nb.engine import Engine
     from kdtree_nb.record import record
 
     limits = ceilings()
-    engine = Engine.load(bundle or trained_bundle(folder()), "cuda", dtype=dtype)  # type: ignore[call-arg]
+    engine = Engine.load(bundle or trained_bundle(folder()), "cuda", **computing_in(dtype))
     engine.preload()
     found = tracked(step.measure(engine, step.ROWS), len(step.ROWS))
     title = f"a round, in µs; floor: {engine.bundle.path.name}'s bytes at {limits.read_gb_per_s:,.0f} GB/s"
@@ -114,6 +115,7 @@ def bench_model(
     from kdtree_nb.bench import layer as layers
     from kdtree_nb.bench import model
     from kdtree_nb.bench.ceilings import ceilings
+    from kdtree_nb.bench.engines import computing_in
     from kdtree_nb.demo import trained_bundle
     from kdtree_nb.engine import Engine
     from kdtree_nb.record import record
@@ -123,7 +125,7 @@ def bench_model(
     lacking = missing(with_peers, "transformers", "torch", "transformers")
     limits = ceilings()
     before = model.memory_held()
-    engine = Engine.load(bundle or trained_bundle(folder()), "cuda", dtype=dtype)  # type: ignore[call-arg]
+    engine = Engine.load(bundle or trained_bundle(folder()), "cuda", **computing_in(dtype))
     engine.preload()
     prompt = model.prompt_length(prompt_tokens, engine.capacity)
     runs = tracked(model.measure(engine, prompt), len(model.WAYS))
