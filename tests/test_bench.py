@@ -12,7 +12,7 @@ import pytest
 from ml_dtypes import bfloat16
 
 from kdtree_nb import golden
-from kdtree_nb.bench import attention, floors, gemm, inputs, load, moe, peers, timing, tree
+from kdtree_nb.bench import attention, ceilings, floors, gemm, inputs, load, moe, peers, timing, tree
 from kdtree_nb.bench.ceilings import Ceilings
 from kdtree_nb.bench.commands import bench
 from kdtree_nb.bench.engine_commands import bench_load
@@ -372,3 +372,41 @@ def test_a_peer_that_is_not_installed(monkeypatch: pytest.MonkeyPatch, capsys: p
     ]
     told = capsys.readouterr()
     assert (told.out, told.err) == ("", "humming: torch is not installed\nhumming: humming is not installed\n")
+
+
+@pytest.mark.parametrize(
+    ("command", "cells"),
+    [
+        (["moe", "--shape", "moonlight"], [["moonlight", "1", "1.00", "1.00"], ["moonlight", "16", "1.00", ""]]),
+        (["attention"], [["5", "3", "1.00", "0.11"]]),
+        (["tree"], [["top_k, 15 x 100, K = 64", "1.00", "0.00"], ["tree_build, B = 4", "1.00", ""]]),
+    ],
+)
+def test_the_table_of_a_command(
+    command: list[str],
+    cells: list[list[str]],
+    on_the_cpu: list[int],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(ceilings, "ceilings", lambda: LIMITS)
+    for module, name, value in (
+        (moe, "SHAPES", {"moonlight": moe.Shape(6, 2, 64, 32)}),
+        (moe, "ROWS", (1, 16)),
+        (attention, "PREFIXES", (5,)),
+        (attention, "ROWS", (3,)),
+        (tree, "VOCAB", 100),
+        (tree, "BUDGETS", (4,)),
+    ):
+        monkeypatch.setattr(module, name, value)
+    file = tmp_path / "record.json"
+    monkeypatch.setattr("sys.argv", ["kdtree_nb", "bench", *command, "--json", str(file)])
+    with pytest.raises(SystemExit, match="0"):
+        main()
+    text = capsys.readouterr().out
+    rows = [[cell.strip() for cell in line.split("│")[1:-1]] for line in text.splitlines() if line.startswith("│")]
+    assert [row[: len(cell)] for row, cell in zip(rows, cells, strict=False)] == cells
+    record = json.loads(file.read_text(encoding="utf-8"))
+    assert len(record["results"]) == len(on_the_cpu)
+    assert record["ceilings"] == LIMITS._asdict()

@@ -1,5 +1,6 @@
 """bench step and model without a GPU: the cost model by hand, records, and what they time, run on the CPU instead."""
 
+import json
 import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -10,10 +11,11 @@ from builders import build, build_drafter_beside, build_text_model, tiny_config
 from ml_dtypes import bfloat16
 
 from kdtree_nb import golden
-from kdtree_nb.bench import engines, layer, model, step
+from kdtree_nb.bench import ceilings, engines, layer, model, step
 from kdtree_nb.bench.ceilings import Ceilings
 from kdtree_nb.bundle import Bundle
 from kdtree_nb.bundle.format import check_layout
+from kdtree_nb.cli import main
 from kdtree_nb.demo import trained_bundle
 from kdtree_nb.engine import Engine, Generation, Round
 from kdtree_nb.engine.device import Device
@@ -225,3 +227,68 @@ def test_the_layer_is_timed_behind_its_prefix(monkeypatch: pytest.MonkeyPatch, o
     ]
     assert on_the_cpu == [layer.CALLS] * 2
     assert found[1].bytes > found[0].bytes > 0
+
+
+# ---- the commands ----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def told(
+    on_the_cpu: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> Callable[..., tuple[list[list[str]], str, dict]]:
+    """Runs ``bench`` on a model of this CPU, with ceilings of 4,000 GB/s; gives table rows, lines and the record."""
+    bundle = build_text_model(tmp_path / "model", eos_token_ids=()).path
+    load, file = Engine.load, tmp_path / "record.json"
+    tiny = tiny_config(num_hidden_layers=1, first_k_dense_replace=0)
+    monkeypatch.setattr(ceilings, "ceilings", lambda: Ceilings(4000.0, None))
+    monkeypatch.setattr(Device, "named", lambda name: Device("cpu", np))
+    monkeypatch.setattr(Engine, "load", lambda path, device: load(path, "cpu"))
+    monkeypatch.setattr(model, "memory_held", lambda: 5e9)
+    monkeypatch.setattr(layer, "LAYERS", {"kimi-k2": tiny})
+    for module, name, value in (
+        (layer, "POOL", 1 << 16),
+        (layer, "ROWS", (1, 9)),
+        (layer, "CONTEXT", 70),
+        (model, "NEW_TOKENS", 6),
+        (model, "WAYS", (("ar", 0), ("ddtree", 8))),
+        (step, "ROUNDS", 3),
+        (step, "ROWS", (1, 9)),
+        (step, "NEW_TOKENS", 8),
+    ):
+        monkeypatch.setattr(module, name, value)
+
+    def run(*arguments: str) -> tuple[list[list[str]], str, dict]:
+        monkeypatch.setattr(
+            "sys.argv", ["kdtree_nb", "bench", *arguments, "--bundle", str(bundle), "--json", str(file)]
+        )
+        with pytest.raises(SystemExit, match="0"):
+            main()
+        text = capsys.readouterr().out
+        rows = [[cell.strip() for cell in line.split("│")[1:-1]] for line in text.splitlines() if line.startswith("│")]
+        return rows, text, json.loads(file.read_text(encoding="utf-8"))
+
+    return run
+
+
+def test_bench_step(told: Callable[..., tuple[list[list[str]], str, dict]]) -> None:
+    rows, text, record = told("step")
+    assert "text.kdtr's bytes at 4,000 GB/s" in " ".join(text.split())
+    steps = [step.Step(**result) for result in record["results"]]
+    assert [row[:2] for row in rows] == [["1", "1.00"], ["9", "1.00"]]
+    for row, one in zip(rows, steps, strict=True):
+        floor = one.bytes / 4e6
+        assert row[2:4] == [f"{floor:.2f}", f"{1 / floor:.2f}"]
+    assert record["settings"]["drafter"] == "PromptLookup()"
+    assert record["ceilings"] == {"read_gb_per_s": 4000.0, "bf16_tflop_per_s": None}
+
+
+def test_bench_model(told: Callable[..., tuple[list[list[str]], str, dict]]) -> None:
+    rows, text, record = told("model", "--layer", "kimi-k2", "--prompt-tokens", "20")
+    runs, layers = record["results"][:2], record["results"][2:]
+    assert [row[:2] for row in rows] == [["ar", "0"], ["ddtree", "8"], ["1", "1.00"], ["9", "1.00"]]
+    assert rows[0][2] == f"{runs[0]['tokens_per_second']:,.0f}"
+    assert rows[0][3] == f"{runs[0]['tokens_per_second'] / record['floor_tokens_per_second']:.3f}"
+    assert [one["case"] for one in layers] == [{"rows": 1}, {"rows": 9}]
+    assert "61 layers on 8 GPUs, on paper: 131148 passes/s of 9 rows, at most" in text  # 1 µs a layer
+    assert record["memory_bytes"] == 0
+    assert record["settings"] == {"bundle": "text.kdtr", "dtype": "float32", "prompt_tokens": 20, "new_tokens": 6}
