@@ -171,7 +171,7 @@ def bench_load(
     out.print(f"opened in {found.open_seconds:.2f} s; {found.gpu_bytes / 1e9:,.2f} GB on the GPU")
     for loading in found.loadings:
         out.print(
-            f"{found.bytes / 1e9:,.2f} GB from the {loading.source} in {loading.seconds:.2f} s, "
+            f"{loading.source:5}  {found.bytes / 1e9:,.2f} GB in {loading.seconds:.2f} s, "
             f"{loading.gb_per_s:.1f} GB/s: {loading.share:.0%} of the slower of bus ({found.bus_gb_per_s:.1f}) "
             f"and reading ({loading.read_gb_per_s:.1f})",
             soft_wrap=True,

@@ -22,7 +22,8 @@ class Loading(NamedTuple):
 
     Attributes
     ----------
-    source : ``cache``, where the system has the files in memory, or ``disk``, where it was told to forget them
+    source : ``cache``, where the system has the files in memory, or ``disk``, where it was told to forget them;
+        ``first``, before these: from the cache in a process that has to compile CuPy's kernels and pin its buffers
     read_gb_per_s : the files, from there into ordinary memory, in the same reads and threads
     share : of the slower of bus and reading that loading reached
     """
@@ -45,7 +46,7 @@ class Measured(NamedTuple):
 
 
 def measure(path: Path) -> Measured:
-    """Load a bundle from the cache and, on systems that can be told to forget a file, from the disk.
+    """Load a bundle from the system's cache of files and, on systems that can be told to forget a file, from the disk.
 
     Raises
     ------
@@ -56,7 +57,7 @@ def measure(path: Path) -> Measured:
     bus, open_seconds = bus_rate(), _seconds(lambda: Bundle.open(path))
     bundle, loadings, gpu_bytes = Bundle.open(path), [], 0
     read_seconds(bundle)  # and now the system has it in memory
-    for source in ["cache", *["disk"] * hasattr(os, "posix_fadvise")]:
+    for source in ["first", "cache", *["disk"] * hasattr(os, "posix_fadvise")]:
         if source == "disk":
             _forget(bundle)
         reading = bundle.nbytes / read_seconds(bundle) / 1e9
