@@ -1,11 +1,12 @@
 """A product of bfloat16 activations with a bfloat16 weight on tensor cores; the weight is read as it is stored."""
 
 from math import inf
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from ml_dtypes import bfloat16
 
+from kdtree_nb.kernels import w4a16_mma
 from kdtree_nb.kernels.gemm import check_rows, elements
 from kdtree_nb.kernels.launch import Array, Kernel, c_type, empty_beside, pointer, runs_cuda
 from kdtree_nb.kernels.w4a16_mma import STEP, Plan
@@ -17,20 +18,13 @@ VECTOR = 8
 _dense_mma = Kernel("dense_mma.cu")
 
 
-class Geometry(NamedTuple):
-    """How a launch cuts its work: the source's defines; only ``parts`` changes the order of a sum."""
-
-    parts: int
-    tiles: int
-    rows: int
-    stages: int
+class Geometry(w4a16_mma.Geometry):
+    """How a launch cuts its work, as of :mod:`~kdtree_nb.kernels.w4a16_mma`, but that a weight is bfloat16."""
 
     @property
-    def shared_bytes(self) -> int:
-        """A ring of stages for each warp, then the warps' sums in its place."""
-        stage = 2 * STEP * (16 * self.tiles + self.rows)
-        sums = self.rows * (16 * self.tiles + 4) * 4
-        return self.parts * max(self.stages * stage, sums)
+    def stage_bytes(self) -> int:
+        """A warp's operands of one step."""
+        return 2 * STEP * (16 * self.tiles + self.rows)
 
 
 FEW = Plan(8, {8: (1, 8, 4), 16: (1, 16, 3), 32: (1, 32, 2), inf: (1, 64, 2)})
@@ -96,13 +90,10 @@ def launch(x: Array, weight: Array, geometry: Geometry, dtype: Any = np.float32)
     stack, rows, _ = stacked.shape
     y = empty_beside(x, (rows, stack, out_features), dtype).swapaxes(0, 1)
     if y.size:
-        parts, tiles, block_rows, stages = geometry
-        kernel = _dense_mma.specialize(
-            IN_FEATURES=in_features, PARTS=parts, TILES=tiles, ROWS=block_rows, STAGES=stages, OUT=c_type(y)
-        )
-        grid = (-(-rows // block_rows), -(-out_features // (16 * tiles)), stack)
+        kernel = _dense_mma.specialize(IN_FEATURES=in_features, OUT=c_type(y), **geometry.defines)
+        grid = (-(-rows // geometry.rows), -(-out_features // (16 * geometry.tiles)), stack)
         vectors = stacked.view(np.int32)
         strides = [*(elements(stacked, axis) // VECTOR for axis in (1, 0)), elements(y, 1), elements(y, 0)]
         args = (pointer(vectors), weight.view(np.int32), pointer(y), np.int32(rows), np.int32(out_features), *strides)
-        kernel(grid, (32 * parts,), args, geometry.shared_bytes)
+        kernel(grid, (32 * geometry.parts,), args, geometry.shared_bytes)
     return y if x.ndim == 3 else y[0]

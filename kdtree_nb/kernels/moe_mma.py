@@ -1,4 +1,4 @@
-"""The experts of a layer: bfloat16 tokens, INT4 weights on tensor cores; the weights are re-ordered once, at load."""
+"""The INT4 experts of a layer for bfloat16 tokens, on tensor cores; the weights are re-ordered once, at load."""
 
 from typing import NamedTuple
 
@@ -112,10 +112,10 @@ def moe_mma(x: Array, expert_ids: Array, weights: Array, gate_up: TiledExperts, 
         If shapes or dtypes do not fit; the message names them. Experts that are not INT4 do not: they are for
         :func:`~kdtree_nb.kernels.moe.moe`.
     """
-    for name, experts in (("gate_up", gate_up), ("down", down)):
-        if not isinstance(experts, TiledExperts):
+    for name, weight in (("gate_up", gate_up), ("down", down)):
+        if not isinstance(weight, TiledExperts):
             raise TypeError(
-                f"moe_mma: {name} is {type(experts).__name__}, expected INT4 weights from tile_experts; "
+                f"moe_mma: {name} is {type(weight).__name__}, expected INT4 weights from tile_experts; "
                 "others are for moe"
             )
     check_rows("moe_mma", x, gate_up.shape[2])
@@ -181,7 +181,7 @@ def _launch(
     sizes: tuple[int, ...],
 ) -> None:
     _, out_features, in_features = weight.shape
-    parts, tiles, _, stages = geometry
+    parts, tiles, _, stages, _ = geometry
     columns = -(-out_features // (16 * tiles))
     special = kernel.specialize(IN_FEATURES=in_features, PARTS=parts, TILES=tiles, STAGES=stages)
     numbers = [np.int32(n) for n in (weight.codes.shape[1], columns, *sizes)]

@@ -4,12 +4,11 @@ from importlib.resources import files
 
 import pytest
 
-from kdtree_nb.kernels.dense_mma import FEW, MANY
-from kdtree_nb.kernels.dense_mma import MIDDLE as DENSE_MIDDLE
+from kdtree_nb.kernels import dense_mma
 from kdtree_nb.kernels.moe_mma import GEOMETRY
 from kdtree_nb.kernels.nvrtc import compile_cubin, find_nvrtc
 from kdtree_nb.kernels.source import read_source
-from kdtree_nb.kernels.w4a16_mma import LONG, MIDDLE, SHORT, WIDE
+from kdtree_nb.kernels.w4a16_mma import LONG, MIDDLE, SHORT, WIDE, Geometry
 
 ARCHS = ("sm_80", "sm_90a", "sm_100", "sm_120")
 FLOATS = ("float", "__half", "__nv_bfloat16")
@@ -17,15 +16,17 @@ PACKED = {"WEIGHT": "Int4Weight<__nv_bfloat16>", "VALUE": "uint4", "SCALE": "__n
 DENSE = {"WEIGHT": "DenseWeight<__half>", "VALUE": "__half", "SCALE": "float"}
 NO_DEFINES: list[dict[str, str]] = [{}]
 MMA = [
-    {"IN_FEATURES": str(in_features), "PARTS": str(plan.parts)}
-    | {name: str(value) for name, value in zip(("TILES", "ROWS", "STAGES"), cut, strict=True)}
+    {"IN_FEATURES": str(in_features)} | {name: str(value) for name, value in Geometry(plan.parts, *cut).defines.items()}
     for in_features, plan in ((7168, MIDDLE), (7168, LONG), (2048, WIDE), (1408, SHORT))
     for cut in plan.geometries.values()
 ]
 DENSE_MMA = [
-    {"IN_FEATURES": "2048", "OUT": out, "PARTS": str(plan.parts)}
-    | {name: str(value) for name, value in zip(("TILES", "ROWS", "STAGES"), cut, strict=True)}
-    for plan, out in ((MANY, "float"), (FEW, "float"), (DENSE_MIDDLE, "__nv_bfloat16"))
+    {"IN_FEATURES": "2048", "OUT": out} | {k: str(n) for k, n in dense_mma.Geometry(plan.parts, *cut).defines.items()}
+    for plan, out in (
+        (dense_mma.MANY, "float"),
+        (dense_mma.FEW, "float"),
+        (dense_mma.MIDDLE, "__nv_bfloat16"),
+    )
     for cut in plan.geometries.values()
 ]
 EXPERTS = [
@@ -56,7 +57,7 @@ CASES = [
 
 SPILLS: dict[str, str] = {}
 """Kernels that may spill or keep an array in memory, each with the reason."""
-MOST_THREADS = {"top_k": 1024, "moe_sort": 1024}
+MOST_THREADS = {"top_k": 1024, "top_k_sums": 1024, "top_k_join": 1024, "moe_sort": 1024}
 """Of a block, where it is not 256."""
 
 
