@@ -14,7 +14,7 @@ DEFINES: dict[str, dict[str, str]] = {
     | {"PARTS": "8", "TILES": "1", "ROWS": "16", "STAGES": "3", "BLOCKS": "1"},
     "w4a16_gemm.cu": {"SCALE": "__nv_bfloat16"},
     "tree_attention_mma.cu": {"KV_LORA": "512", "ROPE": "64", "ROWS": "64"},
-    **{name: {"OUT": "__nv_bfloat16"} for name in ("rms_norm.cu", "rope.cu", "swiglu.cu")},
+    **{name: {"OUT": "__nv_bfloat16"} for name in ("rms_norm.cu", "split_queries.cu", "swiglu.cu")},
     "latent_write.cu": {"CACHE": "__nv_bfloat16"},
     "cache_commit.cu": {"VALUE": "__nv_bfloat16"},
     "w4a16_mma.cu": {"IN_FEATURES": "7168", "PARTS": "8", "TILES": "2", "ROWS": "16", "STAGES": "4", "BLOCKS": "1"},

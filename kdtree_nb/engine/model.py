@@ -8,12 +8,12 @@ import numpy as np
 from kdtree_nb.config import ModelConfig
 from kdtree_nb.engine.cache import LatentCache
 from kdtree_nb.engine.device import Device
-from kdtree_nb.engine.weights import Weights, joined
+from kdtree_nb.engine.weights import Weights
 from kdtree_nb.kernels.latent_write import latent_write
-from kdtree_nb.kernels.launch import Array, runs_cuda
+from kdtree_nb.kernels.launch import Array, empty_beside, runs_cuda
 from kdtree_nb.kernels.moe_route import moe_route
 from kdtree_nb.kernels.rms_norm import rms_norm
-from kdtree_nb.kernels.rope import rope
+from kdtree_nb.kernels.split_queries import split_queries
 from kdtree_nb.kernels.swiglu import swiglu
 from kdtree_nb.kernels.tree_attention import tree_attention
 from kdtree_nb.kernels.tree_attention_mma import tree_attention_mma
@@ -127,14 +127,16 @@ class Model:
             queries = rms_norm(queries, weights.vector(f"{at}.q_a_layernorm"), LATENT_EPS, weights.dtype)
             queries = weights.linear(queries, f"{at}.q_b_proj")
         queries = queries.reshape(len(x), config.num_attention_heads, config.qk_head_dim)
-        queries = rope(queries, self._rope_table, cache.length, depths, weights.dtype)
-        q_latent = weights.heads(queries[..., : config.qk_nope_head_dim], absorb_key)  # [N, heads, kv_lora]
+        plain, queries = split_queries(
+            queries, self._rope_table, cache.length, depths, config.kv_lora_rank, weights.dtype
+        )
+        weights.heads(plain, absorb_key, out=queries[..., : config.kv_lora_rank])
 
         norm = weights.vector(f"{at}.kv_a_layernorm")
         latent_write(compressed, norm, self._rope_table, cache.length, depths, cache.rows[layer])
         attend = tree_attention if weights.dtype == np.float32 else tree_attention_mma
         mixed = attend(
-            joined(q_latent, queries[..., config.qk_nope_head_dim :]),
+            queries,
             cache.rows[layer],
             cache.length,
             parents,
@@ -142,7 +144,8 @@ class Model:
             config.kv_lora_rank,
             self._scale,
         )
-        values = weights.heads(mixed, expand_value)  # [N, heads, v]
+        values = empty_beside(mixed, (*mixed.shape[:2], config.v_head_dim), weights.dtype)
+        weights.heads(mixed, expand_value, out=values)
         return weights.linear(values.reshape(len(x), -1), f"{at}.o_proj")
 
     def _absorbed_weights(self, layer: int) -> tuple[Array | Tiles, Array | Tiles]:

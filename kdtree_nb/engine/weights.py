@@ -107,14 +107,14 @@ class Weights:
             return (w4a16_mma if self._narrow else w4a16_gemm)(x, *self._on_device(names, ".qw", ".sc"))
         return (dense_mma if self._narrow else dense_gemm)(x, *self._on_device(names, ""))
 
-    def heads(self, x: Array, weight: Array | Tiles) -> Array:
-        """Each head's product with a weight of :meth:`stack`, in ``dtype``: [tokens, heads, in] to [.., .., out]."""
-        by_head = x.swapaxes(0, 1)
+    def heads(self, x: Array, weight: Array | Tiles, out: Array) -> Array:
+        """Each head's product with a weight of :meth:`stack`: dtype [tokens, heads, in] to out, dtype [.., .., out]."""
+        by_head, result = x.swapaxes(0, 1), out.swapaxes(0, 1)
         if isinstance(weight, Tiles):
-            y = self._entering(linear(self._device.float32(by_head), weight))
+            result[...] = linear(self._device.float32(by_head), weight)
         else:
-            y = dense_mma(by_head, weight, self.dtype) if self._narrow else dense_gemm(by_head, weight)
-        return y.swapaxes(0, 1)
+            (dense_mma if self._narrow else dense_gemm)(by_head, weight, result)
+        return out
 
     def stack(self, matrices: Array) -> Array | Tiles:
         """Matrices of :meth:`matrix`, float32 [heads, out, in], laid out for :meth:`heads`."""

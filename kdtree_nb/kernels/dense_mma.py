@@ -1,14 +1,13 @@
 """A product of bfloat16 activations with a bfloat16 weight on tensor cores; the weight is read as it is stored."""
 
 from math import inf
-from typing import Any
 
 import numpy as np
 from ml_dtypes import bfloat16
 
 from kdtree_nb.kernels import w4a16_mma
-from kdtree_nb.kernels.gemm import check_rows, elements
-from kdtree_nb.kernels.launch import Array, Kernel, c_type, empty_beside, pointer, runs_cuda
+from kdtree_nb.kernels.gemm import check_rows, elements, place_of
+from kdtree_nb.kernels.launch import Array, Kernel, c_type, pointer, runs_cuda
 from kdtree_nb.kernels.w4a16_mma import STEP, Plan
 from kdtree_nb.reference import linear
 
@@ -45,7 +44,7 @@ def geometry_of(rows: int, weight: tuple[int, ...]) -> Geometry:
     return Geometry(parts, *next(cut for most, cut in plan.geometries.items() if rows <= most))
 
 
-def dense_mma(x: Array, weight: Array, dtype: Any = np.float32) -> Array:
+def dense_mma(x: Array, weight: Array, out: Array | None = None) -> Array:
     """``x · weightᵀ`` with products of exact operands, summed in fp32; a row's bits do not depend on the other rows.
 
     Parameters
@@ -54,13 +53,12 @@ def dense_mma(x: Array, weight: Array, dtype: Any = np.float32) -> Array:
         Rows and matrices may lie apart by multiples of 8 elements; each row is contiguous.
     weight : bfloat16 (on a GPU its bits as uint16) [out, in] or [stack, out, in]
         ``in`` is a multiple of 8.
-    dtype : float32 or bfloat16
-        To which the sums are rounded.
+    out : float32 or bfloat16 [rows, out] or [stack, rows, out], optional
+        Where to write the result, rounded to its dtype; rows and matrices may lie apart.
 
     Returns
     -------
-    dtype [rows, out] or [stack, rows, out]
-        A stack is laid out as [rows, stack, out]: a token's heads lie together.
+    float32 [rows, out] or [stack, rows, out], or ``out``
 
     Raises
     ------
@@ -78,17 +76,21 @@ def dense_mma(x: Array, weight: Array, dtype: Any = np.float32) -> Array:
             raise TypeError(f"dense_mma: {name} is {array.dtype.name}, expected bfloat16 (or its bits as uint16)")
     if not runs_cuda(x):
         operands = [array.view(bfloat16).astype(np.float32) for array in (x, weight)]
-        return linear.linear(operands[0], linear.tile(operands[1])).astype(dtype, copy=False)
+        product = linear.linear(operands[0], linear.tile(operands[1]))
+        if out is None:
+            return product
+        place_of("dense_mma", x, weight.shape[-2], out)[...] = product
+        return out
     if x.size and any(stride % (VECTOR * x.itemsize) for stride in x.strides[:-1]):
         raise ValueError(f"dense_mma: the rows of x are not multiples of {VECTOR} elements apart (strides {x.strides})")
-    return launch(x, weight, geometry_of(x.shape[-2], weight.shape), dtype)
+    return launch(x, weight, geometry_of(x.shape[-2], weight.shape), out)
 
 
-def launch(x: Array, weight: Array, geometry: Geometry, dtype: Any = np.float32) -> Array:
+def launch(x: Array, weight: Array, geometry: Geometry, out: Array | None = None) -> Array:
     """What :func:`dense_mma` does, in a given geometry."""
     stacked, (out_features, in_features) = x if x.ndim == 3 else x[None], weight.shape[-2:]
     stack, rows, _ = stacked.shape
-    y = empty_beside(x, (rows, stack, out_features), dtype).swapaxes(0, 1)
+    y = place_of("dense_mma", x, out_features, out)
     if y.size:
         kernel = _dense_mma.specialize(IN_FEATURES=in_features, OUT=c_type(y), **geometry.defines)
         grid = (-(-rows // geometry.rows), -(-out_features // (16 * geometry.tiles)), stack)

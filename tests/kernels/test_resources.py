@@ -39,7 +39,7 @@ VARIANTS = {path.name: NO_DEFINES for path in files("kdtree_nb.kernels").iterdir
     "dense_gemm.cu": [{"WEIGHT": name} for name in reversed(FLOATS)],
     "tree_attention_mma.cu": [{"KV_LORA": "512", "ROPE": "64", "ROWS": rows} for rows in ("64", "32", "16")],
     "w4a16_mma.cu": MMA,
-    **{name: [{"OUT": "__nv_bfloat16"}, {"OUT": "float"}] for name in ("rms_norm.cu", "rope.cu", "swiglu.cu")},
+    **{name: [{"OUT": "__nv_bfloat16"}, {"OUT": "float"}] for name in ("rms_norm.cu", "split_queries.cu", "swiglu.cu")},
     "latent_write.cu": [{"CACHE": "__nv_bfloat16"}, {"CACHE": "float"}],
     "cache_commit.cu": [{"VALUE": "__nv_bfloat16"}, {"VALUE": "float"}],
     "dense_mma.cu": DENSE_MMA,
