@@ -10,7 +10,8 @@ import numpy as np
 
 from kdtree_nb.engine.drafter import Drafter, Proposal
 from kdtree_nb.engine.model import Model
-from kdtree_nb.engine.rounds import PASSES, Budget, Rounds, Sampling
+from kdtree_nb.engine.rounds import PASSES, Budget, Rounds
+from kdtree_nb.kernels.choose_tokens import Sampling
 from kdtree_nb.kernels.emulator.build import cache_folder
 
 MOST_NODES = 64
@@ -70,7 +71,7 @@ def measure(model: Model, drafter: Drafter, capacity: int) -> np.ndarray:
     if not rounds.drafter.on_device:
         rounds.drafter = _Full(rounds.drafter, model.config.vocab_size)
     tokens = random.integers(model.config.vocab_size, size=context + 1, dtype=np.int32)
-    rounds.begin(tokens, left)
+    rounds.begin(tokens, left, Sampling())
     sizes = sorted({min(max(size, 1), most) for size in MEASURED})
     seconds = np.empty((UNTIMED + REPEATS, len(sizes)))
     for repeat in range(len(seconds)):
@@ -82,7 +83,7 @@ def measure(model: Model, drafter: Drafter, capacity: int) -> np.ndarray:
             )
             device.host(rounds.left)
             started = time.perf_counter()
-            rounds.run("ddtree", Budget(nodes), tokens.tolist(), Sampling())
+            rounds.run("ddtree", Budget(nodes), tokens.tolist())
             device.host(rounds.left)
             seconds[repeat, column] = time.perf_counter() - started
     medians = np.maximum.accumulate(np.median(seconds[UNTIMED:], axis=0))

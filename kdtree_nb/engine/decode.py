@@ -7,7 +7,8 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from kdtree_nb.engine.device import Device
-from kdtree_nb.engine.rounds import Budget, Rounds, Sampling
+from kdtree_nb.engine.rounds import Budget, Rounds
+from kdtree_nb.kernels.choose_tokens import Sampling
 from kdtree_nb.reference.tree import DraftTree
 
 DECODERS = ("ar", "chain", "ddtree")
@@ -86,7 +87,7 @@ def decode(
     """
     started = time.perf_counter()
     generation, device, config = Generation(), rounds.device, rounds.model.config
-    rounds.begin(prompt, limit)
+    rounds.begin(prompt, limit, sampling)
     device.host(rounds.cache.length)  # waits for a GPU
     generation.prefill_seconds = time.perf_counter() - started
 
@@ -94,7 +95,7 @@ def decode(
     kept: list[np.ndarray] = []
     while len(generation.tokens) < limit:
         last = len(generation.tokens) + 1 == limit  # there is nothing to be drafted
-        tree, logits, accepted = rounds.run("ar" if last else decoder, budget, committed, sampling)
+        tree, logits, accepted = rounds.run("ar" if last else decoder, budget, committed)
 
         new_tokens = device.host(accepted.tokens).tolist()[: int(device.host(accepted.length)[0])]
         nodes = rounds.drafted(tree)

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from ml_dtypes import bfloat16
 
+from kdtree_nb.engine.graph import bytes_of_graphs
 from kdtree_nb.kernels.launch import Array, emulated
 
 DEVICES = ("auto", "cuda", "cpu", "emulated")
@@ -88,5 +89,5 @@ class Device(NamedTuple):
         return array.astype(np.float32)
 
     def bytes_held(self) -> int:
-        """Bytes that live arrays hold on a GPU; 0 on a CPU."""
-        return 0 if self.xp is np else int(self.xp.get_default_memory_pool().used_bytes())
+        """Bytes that live arrays and recorded graphs hold on a GPU; 0 on a CPU."""
+        return 0 if self.xp is np else int(self.xp.get_default_memory_pool().used_bytes()) + bytes_of_graphs()

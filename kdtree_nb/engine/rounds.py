@@ -1,12 +1,12 @@
 """A round: draft, build the tree, verify, accept, commit; on a GPU as two CUDA graphs.
 
-All that a round needs to know, the last token, the committed length, how many tokens may still come, lies in buffers
-beside the cache and is brought up to date by the round itself. So on a GPU the host has nothing to say in between: it
-launches, and reads what was committed afterwards.
+All that a round needs to know, the last token, the committed length, how many tokens may still come and how they are
+chosen, lies in buffers beside the cache; what changes is brought up to date by the round itself. So on a GPU the host
+has nothing to say in between: it launches, and reads what was committed afterwards.
 """
 
 from collections.abc import Callable, Hashable
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
@@ -15,7 +15,7 @@ from kdtree_nb.engine.device import Device
 from kdtree_nb.engine.drafter import Drafter, Proposal
 from kdtree_nb.engine.graph import Graph
 from kdtree_nb.engine.model import Model
-from kdtree_nb.kernels.choose_tokens import choose_tokens
+from kdtree_nb.kernels.choose_tokens import WORDS, Sampling, choose_tokens
 from kdtree_nb.kernels.launch import Array
 from kdtree_nb.kernels.tree_accept import Acceptance, tree_accept
 from kdtree_nb.kernels.tree_build import tree_build
@@ -26,18 +26,9 @@ PASSES = (1, 2, 4, 6, 8, 12, 16, 24, 32, 48, 65)
 """Rows of the passes that a budget with costs may choose on a GPU, which has a graph for each."""
 FIRST_PASS = 24
 """The rows of a text's first pass, where nothing is known of it yet."""
-MOST_GRAPHS = 64
-"""That are kept: each holds the memory of a pass."""
+GRAPH_BYTES = 2**31
+"""Of device memory that recorded rounds may hold when a text begins: with more, they are recorded anew."""
 T = TypeVar("T")
-
-
-class Sampling(NamedTuple):
-    """How the target chooses: see :func:`kdtree_nb.reference.sampling.choose_tokens`."""
-
-    temperature: float = 0.0
-    seed: int = 0
-    top_k: int = 0
-    top_p: float = 1.0
 
 
 class Budget(NamedTuple):
@@ -71,33 +62,42 @@ class Rounds:
 
     Attributes
     ----------
+    of : Drafter
+        That they were made for.
+    drafter : Drafter
+        Which it started for these rounds.
     cache : LatentCache
     root : int32 [1]
         The last committed token, whose latent the next round adds.
     left : int32 [1]
         How many tokens may still come.
+    sampling : uint64 [4]
+        How they are chosen: :meth:`Sampling.words`.
     """
 
     def __init__(self, model: Model, drafter: Drafter, rows: int) -> None:
         self.model, self.device = model, model.device
         self.rows = rows
         self.cache = LatentCache(model.config, rows, model.device)
-        self.drafter = drafter.start(self.cache)
+        self.of, self.drafter = drafter, drafter.start(self.cache)
         xp = self.device.xp
-        self.root, self.left = xp.zeros(1, np.int32), xp.zeros(1, np.int32)
+        self.root, self.left, self.sampling = xp.zeros(1, np.int32), xp.zeros(1, np.int32), xp.zeros(WORDS, np.uint64)
         self._alone = DraftTree(self.root, xp.full(1, -1, np.int32), xp.zeros(1, np.int32), xp.zeros(1, np.float32), 1)
         self._rows = FIRST_PASS
         self._graphs: dict[Hashable, Graph | None] = {}  # None: has run once
 
-    def begin(self, prompt: np.ndarray, limit: int) -> None:
+    def begin(self, prompt: np.ndarray, limit: int, sampling: Sampling) -> None:
         """Start a text: all tokens of the prompt but the last are committed, a chunk of rows at a time."""
+        if sum(graph.nbytes for graph in self._graphs.values() if graph) > GRAPH_BYTES:
+            self._graphs.clear()  # all: a pass that is recorded reads the tree of its draft's graph
         self.cache.length[:] = 0
         prefill(self.model, self.cache, prompt[:-1], self.drafter)
         self.root[:] = int(prompt[-1])
         self.left[:] = limit
+        self.sampling[:] = self.device.put(sampling.words())
         self._rows = FIRST_PASS
 
-    def run(self, decoder: str, budget: Budget, committed: list[int], sampling: Sampling) -> Outcome:
+    def run(self, decoder: str, budget: Budget, committed: list[int]) -> Outcome:
         """One round.
 
         Parameters
@@ -112,31 +112,27 @@ class Rounds:
             If the drafter proposes what are no log-probabilities, or no tokens of the target.
         """
         drafts = decoder != "ar" and budget.nodes > 0
-        fixed = self.device.name == "cuda" and (not drafts or self.drafter.on_device)
+        hosted = not self.drafter.on_device and (drafts or bool(self.drafter.taps))  # proposes or observes on the host
+        fixed = self.device.name == "cuda" and not hosted
         what = (decoder, budget.nodes, budget.costs is None) if drafts else ("ar",)
         tree, max_path = self._alone, 1
         if drafts:
             draft = ("draft", *what)
-            tree, max_path = self._do(draft, fixed, lambda: self._draft(decoder, budget, committed))
+            tree, max_path = self._do(draft, fixed, self._draft, decoder, budget, committed)
             tree = self._cut(tree, budget, fixed)
             fixed = self._graphs.get(draft) is not None  # else the next draft writes another tree, elsewhere
-        of = ("verify", *what, len(tree.tokens), sampling)
-        logits, accepted = self._do(of, fixed, lambda: self._verify(tree, max_path, sampling))
+        of = ("verify", *what, len(tree.tokens))
+        logits, accepted = self._do(of, fixed, self._verify, tree, max_path)
         return Outcome(tree, logits, accepted)
 
-    def _do(self, key: Hashable, fixed: bool, step: Callable[[], T]) -> T:
-        """Run a step; what is fixed is recorded at the second time and launched from then on.
-
-        A pass that is recorded reads the tree of its draft's graph, so all graphs are forgotten together.
-        """
+    def _do(self, key: Hashable, fixed: bool, step: Callable[..., T], *arguments: Any) -> T:
+        """Run a step; what is fixed is recorded at the second time and launched from then on."""
         if not fixed:
-            return step()
+            return step(*arguments)
         if key not in self._graphs:
-            if len(self._graphs) >= MOST_GRAPHS:
-                self._graphs.clear()
             self._graphs[key] = None
-            return step()
-        graph = self._graphs[key] or Graph(step)
+            return step(*arguments)
+        graph = self._graphs[key] or Graph(step, *arguments)
         self._graphs[key] = graph
         return graph.launch()
 
@@ -179,10 +175,10 @@ class Rounds:
         columns = tree.tokens[rows], tree.parents[rows], tree.depths[rows], tree.scores[rows]
         return DraftTree(*columns, num_nodes=tree.num_nodes)
 
-    def _verify(self, tree: DraftTree, max_path: int, sampling: Sampling) -> tuple[Array, Acceptance]:
+    def _verify(self, tree: DraftTree, max_path: int) -> tuple[Array, Acceptance]:
         """One target forward over a tree: its logits, and what was accepted and committed."""
         logits, features = self.model.forward(tree.tokens, tree.parents, tree.depths, self.cache, self.drafter.taps)
-        targets = choose_tokens(logits, self.cache.length, tree.depths, *sampling)
+        targets = choose_tokens(logits, self.cache.length, tree.depths, self.sampling)
         accepted = tree_accept(tree.tokens, tree.parents, targets, max_path)
         if self.drafter.taps:
             self.drafter.observe(features[:, self.device.xp.maximum(accepted.path, 0)])
