@@ -45,7 +45,8 @@ def soak(engine: Engine, rounds: int, seed: int = 0, progress: Callable[[int], N
         vocab_size, room = engine.config.vocab_size, engine.capacity
         prompt = random.integers(0, vocab_size, random.integers(1, max(2, room // 2)))
         length = int(random.integers(1, max(2, room // 2)))
-        plain = engine.generate(prompt, "ar", max_new_tokens=length, keep_logits=True)
+        keep = texts % 4 < 2  # a GPU launches rounds ahead where nobody asks for logits
+        plain = engine.generate(prompt, "ar", max_new_tokens=length, keep_logits=keep)
         budget = int(min(MAX_NODE_BUDGET, random.geometric(0.05)))
         width, hit_rate = int(random.integers(1, 12)), float(random.uniform(0, 1))
         answer = np.concatenate([prompt, plain.tokens])
@@ -53,8 +54,11 @@ def soak(engine: Engine, rounds: int, seed: int = 0, progress: Callable[[int], N
         if isinstance(engine.drafter, DFlash) and texts % 2:
             drafter = engine.drafter
         decoder = "chain" if random.random() < 0.25 else "ddtree"
-        own = engine.generate(prompt, decoder, budget, length, drafter=drafter, keep_logits=True)
-        mismatches += own.tokens != plain.tokens or not np.array_equal(own.logits, plain.logits)  # type: ignore[arg-type]
+        own = engine.generate(prompt, decoder, budget, length, drafter=drafter, keep_logits=keep)
+        differ = own.tokens != plain.tokens
+        if own.logits is not None and plain.logits is not None:
+            differ |= not np.array_equal(own.logits, plain.logits)
+        mismatches += differ
         done, texts = done + own.target_forwards, texts + 1
         shortened += own.target_forwards < plain.target_forwards
         if texts == WARM_UP_TEXTS:
