@@ -194,7 +194,7 @@ def joined(*parts: Array) -> Array:
 
     Not by CuPy's ``concatenate``, which fetches addresses from the host: a graph could not repeat that.
     """
-    whole = array_module(parts[0]).empty((*parts[0].shape[:-1], sum(part.shape[-1] for part in parts)), np.float32)
+    whole = array_module(parts[0]).empty((*parts[0].shape[:-1], sum(part.shape[-1] for part in parts)), parts[0].dtype)
     at = 0
     for part in parts:
         whole[..., at : at + part.shape[-1]] = part
