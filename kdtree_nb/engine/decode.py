@@ -40,6 +40,7 @@ class Generation:
     logits : float32 [len(tokens), vocab] or None
         Those that chose each token, where they were asked for.
     prefill_seconds, decode_seconds : float
+        Until the prompt was committed, and from then until the last token was read.
     """
 
     tokens: list[int] = field(default_factory=list)

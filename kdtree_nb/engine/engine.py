@@ -168,7 +168,7 @@ class Engine:
         on_round : callable, optional
             Called after each round with its tree and the accepted path; a GPU has to wait for it.
         keep_logits : bool
-            Return the logits that chose each token.
+            Return the logits that chose each token; a GPU has to wait for them.
 
         Raises
         ------
