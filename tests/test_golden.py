@@ -253,12 +253,12 @@ def ancestors_hidden(queries, rows, prefix_len, parents, depths, *rest):
     )
 
 
-def position_one_too_high(x, table, prefix_len, depths):
-    return rope(x, table, prefix_len, depths + (prefix_len[0] + depths > 4))
+def position_one_too_high(x, table, prefix_len, depths, dtype):
+    return rope(x, table, prefix_len, depths + (prefix_len[0] + depths > 4), dtype)
 
 
-def gate_and_up_swapped(gate_up):
-    return swiglu(np.concatenate(np.split(gate_up, 2, axis=1)[::-1], axis=1))
+def gate_and_up_swapped(gate_up, dtype):
+    return swiglu(np.concatenate(np.split(gate_up, 2, axis=1)[::-1], axis=1), dtype)
 
 
 def commit_first_rows(rows, prefix_len, path, length):

@@ -34,7 +34,7 @@ def launch_gemm(kernel: Kernel, x: Array, weight: tuple[Array, ...], out_feature
 
 
 def float_type(kernel: str, name: str, x: Array) -> str:
-    """The name in CUDA of a weight's or its scales' elements, or a TypeError if they are of no such type."""
+    """The name in CUDA of a float array's elements, or a TypeError if they are of no such type."""
     if x.dtype not in (np.float32, np.float16, bfloat16, np.uint16):
         raise TypeError(
             f"{kernel}: {name} is {x.dtype.name}, expected float32, bfloat16 (or its bits as uint16) or float16"

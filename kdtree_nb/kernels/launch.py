@@ -23,9 +23,11 @@ __all__ = [
     "address_of",
     "array_module",
     "c_type",
+    "empty_beside",
     "emulated",
     "pointer",
     "runs_cuda",
+    "stored_as",
 ]
 
 Array: TypeAlias = np.ndarray
@@ -100,6 +102,17 @@ def runs_cuda(x: Array) -> bool:
 def array_module(x: Array) -> ModuleType:
     """NumPy or CuPy: what allocates beside x."""
     return sys.modules["cupy"] if _on_gpu(x) else np
+
+
+def stored_as(xp: ModuleType, dtype: Any) -> np.dtype:
+    """The dtype by which NumPy or CuPy holds another: CuPy has no bfloat16, there its bits are uint16."""
+    return np.dtype(np.uint16 if xp is not np and dtype == _BFLOAT16 else dtype)
+
+
+def empty_beside(x: Array, shape: tuple[int, ...], dtype: Any) -> Array:
+    """An array where x lies, to be written; of bfloat16 a GPU gets the bits."""
+    xp = array_module(x)
+    return xp.empty(shape, stored_as(xp, dtype))
 
 
 def c_type(x: Array) -> str:

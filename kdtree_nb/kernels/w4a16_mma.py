@@ -46,11 +46,15 @@ class Geometry(NamedTuple):
     blocks: int = 1  # for which a multiprocessor must have registers
 
     @property
+    def stage_bytes(self) -> int:
+        """A warp's operands of one step."""
+        return self.tiles * (512 + 64) + self.rows // 8 * 1024
+
+    @property
     def shared_bytes(self) -> int:
         """A ring of stages for each warp, then the warps' sums in its place."""
-        stage = self.tiles * (512 + 64) + self.rows // 8 * 1024
         sums = self.rows * (16 * self.tiles + 4) * 4
-        return self.parts * max(self.stages * stage, sums)
+        return self.parts * max(self.stages * self.stage_bytes, sums)
 
     @property
     def defines(self) -> dict[str, int]:

@@ -4,6 +4,7 @@ from importlib.resources import files
 
 import pytest
 
+from kdtree_nb.kernels import dense_mma
 from kdtree_nb.kernels.moe_mma import GEOMETRY
 from kdtree_nb.kernels.nvrtc import compile_cubin, find_nvrtc
 from kdtree_nb.kernels.source import read_source
@@ -19,6 +20,15 @@ MMA = [
     for in_features, plan in ((7168, MIDDLE), (7168, LONG), (2048, WIDE), (1408, SHORT))
     for cut in plan.geometries.values()
 ]
+DENSE_MMA = [
+    {"IN_FEATURES": "2048", "OUT": out} | {k: str(n) for k, n in dense_mma.Geometry(plan.parts, *cut).defines.items()}
+    for plan, out in (
+        (dense_mma.MANY, "float"),
+        (dense_mma.FEW, "float"),
+        (dense_mma.MIDDLE, "__nv_bfloat16"),
+    )
+    for cut in plan.geometries.values()
+]
 EXPERTS = [
     {"IN_FEATURES": str(in_features), "PARTS": str(GEOMETRY.parts), "TILES": str(GEOMETRY.tiles)}
     | {"STAGES": str(GEOMETRY.stages)}
@@ -29,6 +39,10 @@ VARIANTS = {path.name: NO_DEFINES for path in files("kdtree_nb.kernels").iterdir
     "dense_gemm.cu": [{"WEIGHT": name} for name in reversed(FLOATS)],
     "tree_attention_mma.cu": [{"KV_LORA": "512", "ROPE": "64", "ROWS": rows} for rows in ("64", "32", "16")],
     "w4a16_mma.cu": MMA,
+    **{name: [{"OUT": "__nv_bfloat16"}, {"OUT": "float"}] for name in ("rms_norm.cu", "rope.cu", "swiglu.cu")},
+    "latent_write.cu": [{"CACHE": "__nv_bfloat16"}, {"CACHE": "float"}],
+    "cache_commit.cu": [{"VALUE": "__nv_bfloat16"}, {"VALUE": "float"}],
+    "dense_mma.cu": DENSE_MMA,
     "moe.cu": [PACKED, DENSE],
     "moe_mma.cu": EXPERTS,
 }
