@@ -131,14 +131,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
 #pragma unroll
         for (int first = 0; first < TILE; first += THREADS / 8) {
             const int key = first + row_of_thread, position = tile * TILE + key, at = position - prefix;
-            int slot = min(position, length - 1);
-            if (at >= 0)
+            int slot = position;
+            if (at >= 0)  // behind the row's last key, the node itself stands in: finite where the row is
                 slot = prefix + (at < depth ? path[at - first_depth] : node);
             const uint4* from = cache + size_t(slot) * CHUNKS + chunk_of_thread;
 #pragma unroll
             for (int chunk = 0; chunk < CHUNKS; chunk += 8)
                 if (CHUNKS % 8 == 0 || chunk + chunk_of_thread < CHUNKS)
-                    cp_async_16(to + place(key, chunk, chunk_of_thread, PITCH), from + chunk, position < length);
+                    cp_async_16(to + place(key, chunk, chunk_of_thread, PITCH), from + chunk);
         }
     };
     fetch(first_tile);
