@@ -156,6 +156,7 @@ def check_drafter(engine: Engine, drafter: DFlash, cases: list[GoldenCase]) -> C
     head = embedding if engine.config.tie_word_embeddings else target["lm_head"]
     differences: list[float] = []
     equal: list[bool] = []
+    repeated = 0
     for case in cases:
         watched = _Watched(drafter)
         engine.generate(case.prompt, "ddtree", NODE_BUDGET, len(case.tokens), drafter=watched)
@@ -163,6 +164,7 @@ def check_drafter(engine: Engine, drafter: DFlash, cases: list[GoldenCase]) -> C
         _, *outputs = hidden_states(target, engine.config, longest)
         features = np.concatenate([outputs[layer] for layer in config.target_layer_ids], axis=1)
         for committed, found in watched.proposals:
+            repeated += sum(len(set(row)) < len(row) for row in found.token_ids.tolist())
             block = embedding[[committed[-1], *[config.mask_token_id] * (config.block_size - 1)]]
             rows = draft_rows(weights, config, features[: len(committed) - 1], block)
             logits = rows @ head.T
@@ -174,7 +176,9 @@ def check_drafter(engine: Engine, drafter: DFlash, cases: list[GoldenCase]) -> C
     difference = np.max(differences)  # NaN, if one is
     agreement = f"best tokens of {sum(equal)}/{len(equal)} rounds {'exact' if all(equal) else 'DIFFER'}"
     detail = f"{agreement}  max_abs_log_prob_diff={difference:.1e}  prompts={len(cases)}"
-    return Check("drafter", all(equal) and bool(difference <= LOGIT_TOLERANCE), detail)
+    if repeated:
+        detail = f"{repeated} positions propose a token twice  {detail}"
+    return Check("drafter", all(equal) and not repeated and bool(difference <= LOGIT_TOLERANCE), detail)
 
 
 def specified(

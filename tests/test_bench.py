@@ -1,6 +1,7 @@
 """bench without a GPU: floors, tables and records by hand, what is missing, and what the commands say then."""
 
 import json
+import os
 import re
 
 import numpy as np
@@ -8,7 +9,7 @@ import pytest
 from ml_dtypes import bfloat16
 
 from kdtree_nb import golden
-from kdtree_nb.bench import gemm, peers, timing
+from kdtree_nb.bench import gemm, load, peers, timing
 from kdtree_nb.bench.gemm import Product
 from kdtree_nb.bench.resources import DEFINES
 from kdtree_nb.cli import main
@@ -84,6 +85,32 @@ def test_without_a_gpu_it_says_so(
     shown = capsys.readouterr()
     assert shown.out == ""
     assert re.fullmatch(r"error bench: CuPy finds no GPU, [^\n]*\n", shown.err)
+
+
+def test_loading_is_held_against_the_slower_of_bus_and_reading(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(load, "require_gpu", lambda: None)
+    monkeypatch.setattr(load, "_load", lambda path: (0.5, 1234))
+    path = golden.folder() / "tiny" / "tiny-int4.kdtr"
+    monkeypatch.setattr(load, "bus_rate", lambda: 1e-6)  # slower than any disk
+    found = load.measure(path)
+    assert [loading.source for loading in found.loadings] == ["cache", *["disk"] * hasattr(os, "posix_fadvise")]
+    for loading in found.loadings:
+        assert loading.gb_per_s == found.bytes / 0.5 / 1e9
+        assert loading.share == loading.gb_per_s / 1e-6
+        assert loading.read_gb_per_s > 1e-6
+    monkeypatch.setattr(load, "bus_rate", lambda: 1e6)
+    for loading in load.measure(path).loadings:
+        assert loading.share == loading.gb_per_s / loading.read_gb_per_s
+    load.load_command(path)
+    assert "from the cache in 0.50 s" in capsys.readouterr().out
+
+
+def test_loading_needs_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(timing, "cuda_available", lambda: False)
+    with pytest.raises(ValueError, match="bench: CuPy finds no GPU"):
+        load.load_command(golden.folder() / "tiny" / "tiny-int4.kdtr")
 
 
 def test_the_recorded_run() -> None:

@@ -159,6 +159,18 @@ def the_next_best(logits, k):
     return np.delete(log_probs, range(k - 1, k + 4), axis=1), np.delete(token_ids, range(k - 1, k + 4), axis=1)
 
 
+def the_best_twice(logits, k):
+    """Candidates that are as probable as any, but one of them is there twice and the last best one is not."""
+    log_probs, token_ids = top_k(logits, k)
+    twice = [0, *range(k - 1)]
+    return log_probs[:, twice], token_ids[:, twice]
+
+
+def the_last_twice(logits, k):
+    log_probs, token_ids = top_k(logits, k)
+    return log_probs, token_ids[:, [*range(k - 2), k - 1, k - 1]]
+
+
 MUTATIONS: dict[str, tuple[object, str, Callable]] = {
     "features one row on": (dflash._Text, "observe", features_one_row_on),
     "layers swapped": (dflash._Text, "observe", layers_swapped),
@@ -170,6 +182,8 @@ MUTATIONS: dict[str, tuple[object, str, Callable]] = {
     "log-probabilities off": (dflash, "top_k", a_little_less_probable),
     "the second best first": (dflash, "top_k", the_second_best_first),
     "not the best candidates": (dflash, "top_k", the_next_best),
+    "the best candidate twice": (dflash, "top_k", the_best_twice),
+    "the last candidate twice": (dflash, "top_k", the_last_twice),
     "gates of another depth": (dflash, "condition", gates_of_another_depth),
 }
 

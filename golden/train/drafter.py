@@ -82,21 +82,22 @@ class Transition(nn.Module):
 
 
 class Drafter(nn.Module):
-    def __init__(self, a: DrafterArchitecture, feature_scales: list[float] | None = None) -> None:
+    def __init__(self, a: DrafterArchitecture) -> None:
         super().__init__()
         self.a = a
         self.fc = nn.Linear(len(a.target_layer_ids) * a.hidden_size, a.hidden_size, bias=False)
         self.hidden_norm = RMSNorm(a.hidden_size, a.rms_norm_eps)
         self.layers = nn.ModuleList(Layer(a) for _ in range(a.num_hidden_layers))
         self.norm = RMSNorm(a.hidden_size, a.rms_norm_eps)
-        with torch.no_grad():
-            for parameter in self.parameters():
-                if parameter.ndim > 1:
-                    nn.init.normal_(parameter, std=0.02)
-            for columns, scale in zip(
-                self.fc.weight.chunk(len(a.target_layer_ids), 1), feature_scales or [], strict=False
-            ):
-                columns /= scale  # features of later layers are larger
+
+    @torch.no_grad()
+    def initialise(self, std: float, feature_scales: list[float]) -> None:
+        """Draw every matrix anew; ``fc`` meets each tapped layer's features, whose size is given, alike."""
+        for parameter in self.parameters():
+            if parameter.ndim > 1:
+                nn.init.normal_(parameter, std=std)
+        for columns, scale in zip(self.fc.weight.chunk(len(feature_scales), 1), feature_scales, strict=True):
+            columns /= scale  # features of later layers are larger
 
     def forward(self, target: Transformer, features: Tensor, ids: Tensor, anchors: Tensor) -> Tensor:
         """Hidden rows [texts, anchors, block − 1, hidden] of a block after each anchor, its last committed token.

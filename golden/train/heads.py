@@ -17,14 +17,13 @@ HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parents[1]))
 
 import numpy as np  # noqa: E402
-from recipe import DrafterArchitecture  # noqa: E402
 from safetensors.torch import load_file  # noqa: E402
 
 from kdtree_nb.acceptance import Walk, first_children  # noqa: E402
 from kdtree_nb.engine import Engine, Proposal  # noqa: E402
 from kdtree_nb.engine.cache import LatentCache  # noqa: E402
+from kdtree_nb.engine.drafter import cut  # noqa: E402
 from kdtree_nb.engine.rounds import prefill  # noqa: E402
-from kdtree_nb.kernels.top_k import top_k  # noqa: E402
 from kdtree_nb.reference.transition import reweigh  # noqa: E402
 from kdtree_nb.reference.tree import tree_accept, tree_build  # noqa: E402
 
@@ -45,10 +44,9 @@ def drafts(engine: Engine, prompt: str, tables: dict[str, np.ndarray]) -> tuple[
     for end in range(len(text) - 1, len(prompt_ids) - 1, -1):  # a block overwrites what lies behind it
         cache.length[:] = end - 1
         rows = drafter.rows(text[end - 1 : end])
-        log_probs, token_ids = top_k(engine.model.logits(rows), engine.drafter.config.num_candidates)
-        gated = drafter.propose(text[:end])
-        static = static_conditionals(log_probs, token_ids, tables)
-        found.append({"marginals": Proposal(log_probs, token_ids), "static": static, "gated": gated})
+        marginals = drafter.marginals(rows)
+        static = static_conditionals(marginals.log_probs, marginals.token_ids, tables)
+        found.append({"marginals": marginals, "static": static, "gated": drafter.conditioned(marginals, rows)})
     return found[::-1], tokens
 
 
@@ -65,11 +63,7 @@ def walk(proposals: list[Proposal], tokens: np.ndarray, budget: int, chain: bool
     while at < len(tokens):
         left = len(tokens) - at - 1
         log_probs, token_ids, children = proposals[at]
-        if chain:
-            log_probs = log_probs.copy()
-            log_probs[..., 1:] = -np.inf
-        kept = slice(left)
-        tree = tree_build(0, log_probs[kept], token_ids[kept], budget, None if children is None else children[kept])
+        tree = tree_build(0, cut(log_probs, left, chain), token_ids, budget, children)
         tree = tree.first(tree.num_nodes)
         targets = tokens[at + tree.depths]
         path, _ = tree_accept(tree.tokens, tree.parents, targets)
@@ -95,7 +89,7 @@ def main() -> None:
             tau: dict[str, list[int]] = {}
             walked: list[Walk] = []
             for domain, proposals, tokens in texts:
-                length = DrafterArchitecture().block_size - 1
+                length = engine.drafter.config.block_size - 1
                 rounds = walk([p[head] for p in proposals], tokens, budget or length, budget is None)
                 counted = tau.setdefault(domain, [0, 0])
                 counted[0] += len(tokens)

@@ -146,15 +146,15 @@ class Transformer(nn.Module):
         cos, sin = rotation(a.max_position_embeddings, a.qk_rope_head_dim, a.rope_theta)
         self.register_buffer("cos", cos, persistent=False)
         self.register_buffer("sin", sin, persistent=False)
-        self.initialise()
 
     @torch.no_grad()
-    def initialise(self) -> None:
+    def initialise(self, std: float) -> None:
+        """Draw every matrix anew; those that add to the residual stream start smaller, as there are many of them."""
         for name, parameter in self.named_parameters():
             if parameter.ndim > 1:
                 into_residual = name.endswith(("o_proj.weight", "down_proj"))
                 depth = math.sqrt(2 * self.a.num_hidden_layers) if into_residual else 1.0
-                nn.init.normal_(parameter, std=0.02 / depth)
+                nn.init.normal_(parameter, std=std / depth)
 
     def hidden(self, ids: Tensor, taps: Sequence[int] = ()) -> tuple[Tensor, list[Tensor]]:
         """The state that the head reads, [batch, positions, hidden], and the states after the layers in `taps`."""

@@ -42,6 +42,7 @@ class Recipe:
     warmup_steps: int = 300
     betas: tuple[float, float] = (0.9, 0.95)
     weight_decay: float = 0.1  # on matrices only
+    initial_std: float = 0.02  # of matrices; √(2 · layers) times less where they add to the residual stream
     dropout: float = 0.1  # on the embedding and on each sublayer's output
     gradient_clip: float = 1.0
     balance_step: float = 1e-3  # of the router's bias, against each expert's load
@@ -96,7 +97,11 @@ class DrafterRecipe:
     generation_batch: int = 16_384
     seconds: float = 300.0  # of training; the cosine runs over time
     batch_size: int = 96  # texts
-    anchors: int = 48  # blocks drafted in each text, within its first 160 new tokens
+    anchors: int = 48  # blocks drafted in each text
+    anchor_span: int = 160  # new tokens of a text, its first ones, that blocks begin in
+    initial_std: float = 0.02  # of the drafter's matrices
+    parent_std: float = 0.5  # of the transition heads' tables, at first
+    child_std: float = 0.02
     learning_rate: float = 2e-3
     warmup_steps: int = 200
     betas: tuple[float, float] = (0.9, 0.95)

@@ -24,7 +24,9 @@ from kdtree_nb.bundle import Bundle  # noqa: E402
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="where training runs (default: cuda)")
-    parser.add_argument("--seconds", type=float, help="train this long, on fewer texts; for smoke runs")
+    parser.add_argument(
+        "--seconds", type=float, help="train this long, on a CPU with few texts and small batches; for smoke runs"
+    )
     parser.add_argument("--folder", type=Path, default=HERE / "build", help="intermediate files (default: build/ here)")
     parser.add_argument("--out", type=Path, help="the drafter's place (golden/kdt16m; with --seconds FOLDER/kdt16m)")
     arguments = parser.parse_args()

@@ -21,10 +21,10 @@ import torch
 import torch.nn.functional as F
 from model import MoE, Transformer, load_named_tensors, named_tensors
 from quantize import as_shipped, float_tensors, shipped_tensors
-from recipe import Architecture, Recipe
+from recipe import Architecture, DrafterRecipe, Recipe
 from safetensors.torch import save_file
 from sources import DOMAINS
-from torch import Tensor
+from torch import Tensor, nn
 
 
 class Crops:
@@ -56,7 +56,7 @@ def learning_rate(step: int, recipe: Recipe) -> float:
     return recipe.learning_rate * 0.5 * (1 + math.cos(math.pi * progress))
 
 
-def optimiser_for(model: Transformer, recipe: Recipe) -> torch.optim.Optimizer:
+def optimiser_for(model: nn.Module, recipe: Recipe | DrafterRecipe) -> torch.optim.Optimizer:
     matrices = [p for p in model.parameters() if p.ndim > 1]
     vectors = [p for p in model.parameters() if p.ndim == 1]
     groups = [{"params": matrices, "weight_decay": recipe.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
@@ -84,7 +84,9 @@ def train(
 ) -> tuple[Transformer, list[dict]]:
     """Train from scratch; return the model, holding its masters, and the curve."""
     torch.manual_seed(recipe.seed)
-    model = Transformer(architecture, recipe.dropout).to(device).train()
+    model = Transformer(architecture, recipe.dropout)
+    model.initialise(recipe.initial_std)
+    model.to(device).train()
     plain = Transformer(architecture).to(device)
     experts = [layer.mlp for layer in model.layers if isinstance(layer.mlp, MoE)]
     crops = Crops(tokens, recipe, architecture.max_position_embeddings, device)

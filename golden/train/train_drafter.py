@@ -8,6 +8,7 @@ Output: ``drafter.safetensors``, the shipped tensors with the gated head, ``draf
 of the static one, and ``drafter.json``: recipe, versions, device, curve.
 """
 
+import itertools
 import json
 import math
 import time
@@ -25,11 +26,12 @@ from quantize import as_shipped, float_tensors, shipped_tensors
 from recipe import Architecture, DrafterArchitecture, DrafterRecipe
 from safetensors.torch import save_file
 from torch import Tensor, nn
+from train import optimiser_for
 
 
 def anchors_of(prompt: Tensor, length: int, recipe: DrafterRecipe, block: int, generator: torch.Generator) -> Tensor:
     """Positions int [texts, anchors] of last committed tokens, all of their block inside the text."""
-    span = (length - block - prompt + 1).clamp(max=160)
+    span = (length - block - prompt + 1).clamp(max=recipe.anchor_span)
     where = torch.rand(len(prompt), recipe.anchors, generator=generator, device=prompt.device)
     return prompt[:, None] - 1 + (where * span[:, None]).long()
 
@@ -91,48 +93,63 @@ def load_target(bundle: dict[str, Tensor], device: str) -> Transformer:
     return target.to(device).eval().requires_grad_(False)
 
 
+def initialised(
+    target: Transformer, ids: Tensor, a: DrafterArchitecture, recipe: DrafterRecipe
+) -> tuple[Drafter, nn.ModuleDict]:
+    """A drafter whose first projection is scaled to the target's features of some texts, and its two heads."""
+    with torch.no_grad():
+        tapped = target.hidden(ids.long(), a.target_layer_ids)[1]
+    drafter = Drafter(a)
+    drafter.initialise(recipe.initial_std, [feature.square().mean().sqrt().item() for feature in tapped])
+    heads = nn.ModuleDict({name: Transition(a, target.a.vocab_size, name == "gated") for name in ("static", "gated")})
+    for head in heads.to(ids.device).values():
+        nn.init.normal_(head.parent_table.weight, std=recipe.parent_std)
+        nn.init.normal_(head.child_table.weight, std=recipe.child_std)
+    return drafter.to(ids.device), heads
+
+
+def learning_rate(step: int, progress: float, recipe: DrafterRecipe) -> float:
+    """A warm-up by steps, under a cosine to 0 over the time."""
+    warm = min(1, (step + 1) / recipe.warmup_steps)
+    return recipe.learning_rate * warm * 0.5 * (1 + math.cos(math.pi * progress))
+
+
+def curve_point(step: int, seconds: float, recent: list[Tensor]) -> dict[str, float]:
+    """Means over the recent steps, of those that trained what the last one did."""
+    means = torch.stack([parts for parts in recent if len(parts) == len(recent[-1])]).mean(0).tolist()
+    named = zip(("loss", "right_from_the_first", "static", "gated"), means, strict=False)
+    return {"step": step, "seconds": round(seconds, 1)} | {name: round(value, 4) for name, value in named}
+
+
 def train(
     target: Transformer, data: dict[str, Tensor], a: DrafterArchitecture, recipe: DrafterRecipe, device: str
 ) -> tuple[Drafter, nn.ModuleDict, list[dict]]:
+    """Train for the recipe's seconds, which begin when all is compiled; return the drafter, its heads and the curve."""
     torch.manual_seed(recipe.seed)
     generator = torch.Generator(device).manual_seed(recipe.seed)
-    vocabulary = target.a.vocab_size
-    with torch.no_grad():
-        tapped = target.hidden(data["ids"][: recipe.batch_size].long(), a.target_layer_ids)[1]
-    drafter = Drafter(a, [feature.square().mean().sqrt().item() for feature in tapped]).to(device)
-    heads = nn.ModuleDict({name: Transition(a, vocabulary, name == "gated") for name in ("static", "gated")}).to(device)
-    for head in heads.values():
-        nn.init.normal_(head.parent_table.weight, std=0.5)
-        nn.init.normal_(head.child_table.weight, std=0.02)
-    step_of = Training(target, drafter, heads, recipe)
-    losses = torch.compile(step_of, dynamic=False) if device == "cuda" else step_of
-    features_of = target.hidden
+    drafter, heads = initialised(target, data["ids"][: recipe.batch_size], a, recipe)
+    losses: nn.Module = Training(target, drafter, heads, recipe)
     if device == "cuda":
+        losses = torch.compile(losses, dynamic=False)
         for layer in target.layers:
             layer.compile(dynamic=False)
     shipping = nn.ModuleList([drafter, heads])
-    matrices = [p for p in shipping.parameters() if p.ndim > 1]
-    vectors = [p for p in shipping.parameters() if p.ndim == 1]
-    groups = [{"params": matrices, "weight_decay": recipe.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
-    optimiser = torch.optim.AdamW(groups, lr=recipe.learning_rate, betas=recipe.betas, fused=device == "cuda")
+    optimiser = optimiser_for(shipping, recipe)
 
-    curve, recent, step, started = [], [], 0, None
-    while True:
-        if started is None and step == 3:  # compiling is not training
+    curve, recent, started = [], [], math.inf
+    for step in itertools.count():
+        if step == 3:  # compiling is not training
             started = time.time()
-        progress = 0.0 if started is None else (time.time() - started) / recipe.seconds
+        progress = max(0.0, time.time() - started) / recipe.seconds
         if progress >= 1:
             break
-        rate = (
-            recipe.learning_rate * min(1, (step + 1) / recipe.warmup_steps) * 0.5 * (1 + math.cos(math.pi * progress))
-        )
         for group in optimiser.param_groups:
-            group["lr"] = rate
+            group["lr"] = learning_rate(step, progress, recipe)
         chosen = torch.randint(len(data["ids"]), (recipe.batch_size,), generator=generator, device=device)
         ids, prompt = data["ids"][chosen].long(), data["prompt"][chosen].long()
         anchors = anchors_of(prompt, ids.shape[1], recipe, a.block_size, generator)
         with torch.no_grad():
-            features = torch.cat(features_of(ids, a.target_layer_ids)[1], -1)
+            features = torch.cat(target.hidden(ids, a.target_layer_ids)[1], -1)
         with_heads = progress >= recipe.transition_from or step == 1  # step 1 compiles it
         with as_shipped(shipping) if progress >= recipe.rounded_from else nullcontext():
             with torch.autocast(device, dtype=torch.bfloat16):
@@ -141,16 +158,11 @@ def train(
         torch.nn.utils.clip_grad_norm_(shipping.parameters(), recipe.gradient_clip)
         optimiser.step()
         optimiser.zero_grad(set_to_none=True)
-        step += 1
         recent.append(parts)
-        if step % 500 == 0:
-            values = torch.stack([p for p in recent if len(p) == len(parts)]).mean(0).tolist()
-            names = ("loss", "right_from_the_first", "static", "gated")
-            point = {"step": step, "seconds": round(time.time() - (started or time.time()), 1)}
-            point |= {name: round(value, 4) for name, value in zip(names, values, strict=False)}
-            curve.append(point)
+        if (step + 1) % 500 == 0:
+            curve.append(curve_point(step + 1, max(0.0, time.time() - started), recent))
             recent.clear()
-            print("  ", json.dumps(point), flush=True)
+            print("  ", json.dumps(curve[-1]), flush=True)
     return drafter, heads, curve
 
 

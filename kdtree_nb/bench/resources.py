@@ -14,6 +14,7 @@ DEFINES: dict[str, dict[str, str]] = {
     "tree_attention_mma.cu": {"KV_LORA": "512", "ROPE": "64", "ROWS": "64"},
     "w4a16_mma.cu": {"IN_FEATURES": "7168", "PARTS": "8", "TILES": "2", "ROWS": "16", "STAGES": "4"},
     "moe.cu": {"WEIGHT": "Int4Weight<__nv_bfloat16>", "VALUE": "uint4", "SCALE": "__nv_bfloat16"},
+    "moe_mma.cu": {"IN_FEATURES": "7168", "PARTS": "4", "TILES": "4", "STAGES": "4"},
 }
 """What a source needs to know of its weights: as Kimi K2 checkpoints store them."""
 

@@ -11,7 +11,7 @@ from typing import NamedTuple, Self
 import numpy as np
 
 from kdtree_nb.bundle.format import INDEX_SUFFIX, Entry, bytes_of, check_layout, checksum, fault
-from kdtree_nb.bundle.headers import Shard, find, open_index, open_shard
+from kdtree_nb.bundle.headers import Shard, find, open_index, open_shard, state_of
 from kdtree_nb.quantization import QuantizedWeight, dequantize
 
 
@@ -99,6 +99,32 @@ class Bundle(Mapping[str, np.ndarray]):
             raise ValueError(f"{self.path}: the bundle is closed (tensor {name!r} was asked for)")
         tensor: np.ndarray = self._shards[self.entries[name].file].handle.get_tensor(name)
         return tensor
+
+    def place(self, name: str) -> tuple[Path, int]:
+        """The file that holds a stored tensor, and the byte of it where the tensor begins."""
+        file = self.entries[name].file
+        return file, self._shards[file].offsets[name]
+
+    def read_into(self, out: np.ndarray, file: Path, begin: int) -> None:
+        """Fill memory that is there already, uint8 [bytes], with the bytes of a file from ``begin`` on.
+
+        Unlike a tensor asked for by name, nothing is made in between. May be called from several threads.
+
+        Raises
+        ------
+        BundleError
+            If the file is not the one that was opened, or has been written to.
+        """
+        with open(file, "rb", buffering=0) as stream:
+            if state_of(stream) != self._shards[file].state:
+                raise fault(file, "has changed since it was opened")
+            stream.seek(begin)
+            done = 0
+            while done < len(out):
+                count = stream.readinto(out.data[done:])
+                if not count:
+                    raise fault(file, f"ends at byte {begin + done}, expected {begin + len(out)} and more")
+                done += count
 
     # Mapping compares contents, which would read every tensor.
     __eq__ = object.__eq__

@@ -2,10 +2,11 @@
 
 import json
 import math
+import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple, TypeGuard
+from typing import IO, Any, NamedTuple, TypeGuard
 
 import numpy as np
 from safetensors import SafetensorError, safe_open
@@ -34,13 +35,17 @@ MOST_DIMENSIONS = 8
 
 
 class TensorFile(NamedTuple):
-    """A safetensors file whose header the library found valid; ``offsets`` says where in the file a tensor begins."""
+    """A safetensors file whose header the library found valid.
+
+    ``offsets`` says where in the file a tensor begins, ``state`` is what :func:`state_of` said of the file.
+    """
 
     path: Path
     handle: Any
     metadata: Mapping[str, str]
     entries: Mapping[str, Entry]
     offsets: Mapping[str, int]
+    state: tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -53,6 +58,8 @@ class Shard:
     tokenizer: str | None
     checksums: Mapping[str, object]
     entries: Mapping[str, Entry]
+    offsets: Mapping[str, int]
+    state: tuple[int, ...]
 
 
 def find(path: Path) -> Path:
@@ -146,6 +153,7 @@ def open_tensors(path: Path, dtypes: Mapping[str, np.dtype]) -> TensorFile:
         handle: Any = safe_open(path, framework="numpy")
         with open(path, "rb") as file:
             end = 8 + int.from_bytes(file.read(8), "little")
+            state = state_of(file)
         for name in handle.offset_keys():  # in the file's order, and a valid file has no gaps
             view = handle.get_slice(name)
             shape, dtype = tuple(view.get_shape()), view.get_dtype()
@@ -156,7 +164,13 @@ def open_tensors(path: Path, dtypes: Mapping[str, np.dtype]) -> TensorFile:
             end += entries[name].nbytes
     except (SafetensorError, OSError) as error:
         raise fault(path, _explain(path, dtypes) or str(error)) from error
-    return TensorFile(path, handle, handle.metadata() or {}, entries, offsets)
+    return TensorFile(path, handle, handle.metadata() or {}, entries, offsets, state)
+
+
+def state_of(file: IO[bytes]) -> tuple[int, ...]:
+    """What is different as soon as a path leads to another file, or the file was written to."""
+    status = os.fstat(file.fileno())
+    return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
 
 
 def open_shard(path: Path) -> Shard:
@@ -180,7 +194,7 @@ def open_shard(path: Path) -> Shard:
         config = config_from_hf(hf)
     except ValueError as error:
         raise fault(path, f"metadata {error}") from error
-    return Shard(path, opened.handle, config, tokenizer, checksums, entries)
+    return Shard(path, opened.handle, config, tokenizer, checksums, entries, opened.offsets, opened.state)
 
 
 def _explain(path: Path, dtypes: Mapping[str, np.dtype]) -> str | None:

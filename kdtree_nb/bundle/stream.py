@@ -61,52 +61,66 @@ def write_tensors(
     """
     # Not the library's save_file: it wants all tensors at once and orders the metadata anew in every run.
     entries = source.entries(weights)
-    order = sorted(entries, key=lambda name: (-DTYPES[entries[name].dtype].itemsize, name))  # keeps tensors aligned
-    ends = list(itertools.accumulate((entries[name].nbytes for name in order), initial=0))
-    begins = dict(zip(order, ends, strict=False))
-    checksums = dict.fromkeys(order, checksum(b""))
-
-    def header() -> bytes:
-        fields: dict[str, Any] = {METADATA: metadata(checksums)}
-        for name, offsets in zip(order, itertools.pairwise(ends), strict=True):
-            fields[name] = {"dtype": entries[name].dtype, "shape": entries[name].shape, "data_offsets": offsets}
-        text = json.dumps(fields, separators=(",", ":")).encode()
-        text += b" " * (-len(text) % 8)
-        return len(text).to_bytes(8, "little") + text
-
-    start = len(header())
+    offsets = _offsets(entries)
+    checksums = dict.fromkeys(offsets, checksum(b""))
+    start = len(_header(entries, offsets, metadata(checksums)))
+    begins = {name: start + begin for name, (begin, _) in offsets.items()}
 
     def write(weight: str) -> dict[str, str]:
-        written = dict.fromkeys(source.layout[weight], 0)
-        sums = {name: hashlib.sha256() for name in written}
-
-        def check(name: str, fits: bool) -> None:
-            if not fits:
-                raise fault(target, f"tensor {name!r} now has {written[name]} bytes, had {entries[name].nbytes}")
-
-        with open(target, "r+b") as out:
-            for block in source.blocks(weight):
-                for name, array in block.items():
-                    data = bytes_of(array)
-                    out.seek(start + begins[name] + written[name])
-                    written[name] += data.nbytes
-                    check(name, written[name] <= entries[name].nbytes)
-                    sums[name].update(data)
-                    out.write(data)
-                    if progress is not None:
-                        progress(data.nbytes)
-        for name in written:
-            check(name, written[name] == entries[name].nbytes)
-        return {name: f"sha256:{sums[name].hexdigest()}" for name in written}
+        return _write_weight(target, source, weight, begins, progress)
 
     with open(target, "xb") as out:
-        out.truncate(start + ends[-1])
+        out.truncate(start + sum(entry.nbytes for entry in entries.values()))
         with ThreadPoolExecutor(threads) as pool:
             for found in pool.map(write, weights):  # a failure, or Ctrl-C, cancels those that have not begun
                 checksums |= found
-        out.write(header())  # as long as before: only the sums changed
+        out.write(_header(entries, offsets, metadata(checksums)))  # as long as before: only the sums changed
         out.flush()
         os.fsync(out.fileno())
+
+
+def _offsets(entries: Mapping[str, Entry]) -> dict[str, tuple[int, int]]:
+    """Where each tensor begins and ends behind the header; in an order that keeps all of them aligned."""
+    order = sorted(entries, key=lambda name: (-DTYPES[entries[name].dtype].itemsize, name))
+    ends = itertools.accumulate((entries[name].nbytes for name in order), initial=0)
+    return dict(zip(order, itertools.pairwise(ends), strict=True))
+
+
+def _header(entries: Mapping[str, Entry], offsets: Mapping[str, tuple[int, int]], metadata: Mapping[str, str]) -> bytes:
+    fields: dict[str, Any] = {METADATA: metadata}
+    for name, place in offsets.items():
+        fields[name] = {"dtype": entries[name].dtype, "shape": entries[name].shape, "data_offsets": place}
+    text = json.dumps(fields, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text
+
+
+def _write_weight(
+    target: Path, source: Source, weight: str, begins: Mapping[str, int], progress: Callable[[int], None] | None
+) -> dict[str, str]:
+    """Write a weight's tensors, each from its place in the file on; returns their checksums."""
+    entries = source.layout[weight]
+    written = dict.fromkeys(entries, 0)
+    sums = {name: hashlib.sha256() for name in entries}
+
+    def check(name: str, fits: bool) -> None:
+        if not fits:
+            raise fault(target, f"tensor {name!r} now has {written[name]} bytes, had {entries[name].nbytes}")
+
+    with open(target, "r+b") as out:
+        for block in source.blocks(weight):
+            for name, array in block.items():
+                data = bytes_of(array)
+                out.seek(begins[name] + written[name])
+                written[name] += data.nbytes
+                check(name, written[name] <= entries[name].nbytes)
+                sums[name].update(data)
+                out.write(data)
+                if progress is not None:
+                    progress(data.nbytes)
+    for name in entries:
+        check(name, written[name] == entries[name].nbytes)
+    return {name: f"sha256:{sums[name].hexdigest()}" for name in entries}
 
 
 def write_index(target: Path, shards: Mapping[str, Sequence[str]], source: Source) -> None:

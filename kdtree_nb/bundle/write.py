@@ -6,6 +6,7 @@ import secrets
 from collections.abc import Callable, Iterator, Mapping
 from hashlib import sha256
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 
@@ -90,32 +91,54 @@ def write_bundle(
     index = path.with_name(path.stem + INDEX_SUFFIX)
     finals = [path] if path in shards else [*shards, index]
     token = secrets.token_hex(4) if resume is None else _token(resume, common, shards, tensors)
-    finished = {final: _hidden(final, f"{token}.done") for final in finals}
-    _sweep(path, {file.name for file in finished.values()})
-    # Its own name for each run: of two at once, neither may finish what the other has half written.
-    temporary = {final: _hidden(final, f"{token}.{secrets.token_hex(4)}.tmp") for final in finals}
+    files = {final: _Hidden.behind(final, token) for final in finals}
+    _sweep(path, {file.finished.name for file in files.values()})
     try:
         for final, weights in shards.items():
-            if not finished[final].exists():
-                write_tensors(temporary[final], tensors, weights, metadata, threads, progress)
-                os.replace(temporary[final], finished[final])
+            if not files[final].finished.exists():
+                write_tensors(files[final].temporary, tensors, weights, metadata, threads, progress)
+                files[final].finish()
             elif progress is not None:
                 progress(sum(entry.nbytes for entry in tensors.entries(weights).values()))
-        if index in finals:
-            finished[index].unlink(missing_ok=True)
-            write_index(temporary[index], {file.name: weights for file, weights in shards.items()}, tensors)
-            os.replace(temporary[index], finished[index])
-            index.unlink(missing_ok=True)  # an old index over new shards would be half a bundle
-        for final in finals:
-            os.replace(finished[final], final)
-        earlier = [file for file in path.parent.glob(f"*{SUFFIX}") if SHARD.sub(SUFFIX, file.name) == path.name]
-        for file in {index, *earlier} - set(finals):
-            file.unlink(missing_ok=True)
-        sync_folder(path.parent)
+        if index in files:
+            files[index].finished.unlink(missing_ok=True)
+            write_index(files[index].temporary, {file.name: weights for file, weights in shards.items()}, tensors)
+            files[index].finish()
+        _publish(path, index, files)
     finally:
-        for file in [*temporary.values(), *(finished.values() if resume is None else ())]:
-            file.unlink(missing_ok=True)
+        for file in files.values():
+            file.temporary.unlink(missing_ok=True)
+            if resume is None:
+                file.finished.unlink(missing_ok=True)
     return finals[-1]
+
+
+class _Hidden(NamedTuple):
+    """A file's names before it has its own: while it is written, and while others of its bundle still are."""
+
+    temporary: Path
+    finished: Path
+
+    @classmethod
+    def behind(cls, final: Path, token: str) -> "_Hidden":
+        """Another temporary name for each run: of two at once, neither may finish what the other has half written."""
+        endings = f"{token}.{secrets.token_hex(4)}.tmp", f"{token}.done"
+        return cls(*(final.with_name(f".{final.name}.{ending}") for ending in endings))
+
+    def finish(self) -> None:
+        os.replace(self.temporary, self.finished)
+
+
+def _publish(path: Path, index: Path, files: Mapping[Path, _Hidden]) -> None:
+    """Give all files their names, in their order; then remove those of an earlier bundle that this one has not."""
+    if index in files:
+        index.unlink(missing_ok=True)  # an old index over new shards would be half a bundle
+    for final, file in files.items():
+        os.replace(file.finished, final)
+    earlier = [file for file in path.parent.glob(f"*{SUFFIX}") if SHARD.sub(SUFFIX, file.name) == path.name]
+    for old in {index, *earlier} - files.keys():
+        old.unlink(missing_ok=True)
+    sync_folder(path.parent)
 
 
 def _source(path: Path, config: Config, tensors: Mapping[str, np.ndarray]) -> Source:
@@ -152,10 +175,6 @@ def _token(resume: str, common: Mapping[str, str], shards: Mapping[Path, list[st
     """Digits that differ whenever a shard's bytes could."""
     layout = [[(name, e.shape, e.dtype) for name, e in source.entries(weights).items()] for weights in shards.values()]
     return sha256(json.dumps([resume, common, layout]).encode()).hexdigest()[:16]
-
-
-def _hidden(final: Path, ending: str) -> Path:
-    return final.with_name(f".{final.name}.{ending}")
 
 
 def _sweep(path: Path, keep: set[str]) -> None:

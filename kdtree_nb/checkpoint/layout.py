@@ -9,11 +9,11 @@ from kdtree_nb.bundle.bundle import Row
 from kdtree_nb.bundle.format import FLOATS, check_count, fault
 from kdtree_nb.checkpoint.folder import CONFIG, Folder, Rows
 from kdtree_nb.config import Config, config_from_hf
+from kdtree_nb.config.model import MAX_EXPERTS
 from kdtree_nb.quantization import CODES_PER_WORD, GROUP_SIZE, quantized_names
 
 FP8_BLOCK = 128
 """Rows and columns that share a scale in DeepSeek's fp8."""
-MOST_EXPERTS = 2**16
 WEIGHT = "weight"
 FP8 = {WEIGHT, "weight_scale_inv"}
 INT4 = {"weight_packed", "weight_scale", "weight_shape"}
@@ -147,7 +147,7 @@ def _pieces(name: str, rows: Rows) -> Iterator[tuple[str, str, Rows]]:
         yield (name[: part.start()], part[1], rows) if part else (name, WEIGHT, rows)
         return
     at, kind = fused.groups()
-    if len(rows.shape) != 3 or 0 in rows.shape or rows.shape[0] > MOST_EXPERTS:
+    if len(rows.shape) != 3 or 0 in rows.shape or rows.shape[0] > MAX_EXPERTS:
         raise fault(rows.file, f"tensor {rows.name!r} is {list(rows.shape)}, expected [experts, out, in]")
     experts, out, columns = rows.shape
     stack = rows._replace(shape=(experts * out, columns))

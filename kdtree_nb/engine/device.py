@@ -77,6 +77,15 @@ class Device(NamedTuple):
             return array if array.ctypes.data % 16 == 0 else array.copy()  # kernels load 16 bytes at a time
         return self.xp.asarray(array.view(np.uint16) if array.dtype == bfloat16 else array)
 
+    def empty(self, shape: tuple[int, ...], dtype: np.dtype) -> Array:
+        """Memory on this device for an array that :meth:`put` would bring."""
+        return self.xp.empty(shape, np.uint16 if dtype == bfloat16 else dtype)
+
+    def wait(self) -> None:
+        """Return when everything that was asked of the device is done."""
+        if self.name == "cuda":
+            self.xp.cuda.Device().synchronize()
+
     def host(self, array: Array) -> np.ndarray:
         """A device array on the host; waits for it."""
         return array if self.xp is np else self.xp.asnumpy(array)

@@ -92,10 +92,17 @@ class _Text(Drafter):
 
     def propose_after(self, root: Array) -> Proposal:
         """As :meth:`Drafter.propose_after`: block_size − 1 tokens, each ranked anew for every token before it."""
-        rows, weights = self.rows(root), self._of.weights
-        log_probs, token_ids = top_k(self._of.target.logits(rows), self._config.num_candidates)
-        if not self._config.transition_rank:
-            return Proposal(log_probs, token_ids)
+        rows = self.rows(root)
+        marginals = self.marginals(rows)
+        return self.conditioned(marginals, rows) if self._config.transition_rank else marginals
+
+    def marginals(self, rows: Array) -> Proposal:
+        """The best candidates of each of :meth:`rows`, whatever came before."""
+        return Proposal(*top_k(self._of.target.logits(rows), self._config.num_candidates))
+
+    def conditioned(self, marginals: Proposal, rows: Array) -> Proposal:
+        """The same candidates as the transition head ranks them for each token before."""
+        (log_probs, token_ids, _), weights = marginals, self._of.weights
         gates = weights.linear(rows, "transition.gate")
         tables = weights.vector("transition.parent_table"), weights.vector("transition.child_table")
         conditionals, children = condition(log_probs, token_ids, gates, *tables)

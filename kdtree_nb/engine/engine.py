@@ -95,6 +95,20 @@ class Engine:
             drafter = beside if beside.exists() else None
         return cls(bundle, None if drafter is None else Bundle.open(drafter), capacity, chosen)
 
+    def preload(self, progress: Callable[[int, int], None] | None = None) -> None:
+        """Bring all of the model's weights to the GPU now, in one upload; without it, each comes at its first use.
+
+        On a CPU nothing is done: there, experts that no token chooses are never read.
+
+        Parameters
+        ----------
+        progress : callable, optional
+            Called with the bytes sent so far and the bytes of all.
+        """
+        if self.device.name == "cuda":
+            with self.device.running():
+                self.model.preload(progress)
+
     @property
     def tokenizer(self) -> "Tokenizer | None":
         """The tokenizer beside the bundle, if it names one."""

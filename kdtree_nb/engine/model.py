@@ -1,6 +1,6 @@
 """The forward pass over a latent cache, for any set of new tokens that form a tree."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -42,6 +42,37 @@ class Model:
         cosines, sines = rope_table(rotation_of(config), np.arange(capacity))
         self._rope_table = device.put(cosines), device.put(sines)
         self._absorbed: dict[int, tuple[Array | Tiles, Array | Tiles]] = {}
+
+    def preload(self, progress: Callable[[int, int], None] | None = None) -> None:
+        """Bring to a GPU now whatever :meth:`forward` would load at its first call; for kernels alone.
+
+        ``progress`` is called with the bytes sent so far and the bytes of all.
+        """
+        config = self.config
+        products: list[tuple[str, ...]] = [("model.embed_tokens",)]
+        experts, mlps = [], []
+        for layer in range(config.num_hidden_layers):
+            attention, mlp = f"model.layers.{layer}.self_attn", f"model.layers.{layer}.mlp"
+            first = "q_proj" if config.q_lora_rank is None else "q_a_proj"
+            products.append((f"{attention}.{first}", f"{attention}.kv_a_proj_with_mqa"))
+            single = ["kv_b_proj", "o_proj", *["q_b_proj"] * (config.q_lora_rank is not None)]
+            products += [(f"{attention}.{name}",) for name in single]
+            if config.is_dense(layer):
+                mlps.append(mlp)
+                continue
+            products.append((f"{mlp}.gate",))
+            experts.append((f"{mlp}.experts", config.n_routed_experts))
+            mlps += [f"{mlp}.shared_experts"] * bool(config.n_shared_experts)
+        for at in mlps:
+            products += [(f"{at}.gate_proj", f"{at}.up_proj"), (f"{at}.down_proj",)]
+        if not config.tie_word_embeddings:
+            products.append(("lm_head",))
+        self.weights.preload(products, experts, progress)
+        for layer in range(config.num_hidden_layers):
+            self._absorbed_weights(layer)
+        for name, shape in config.weight_shapes().items():
+            if len(shape) == 1:
+                self.weights.vector(name)
 
     def forward(
         self,

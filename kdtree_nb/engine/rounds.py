@@ -12,7 +12,7 @@ import numpy as np
 
 from kdtree_nb.engine.cache import LatentCache
 from kdtree_nb.engine.device import Device
-from kdtree_nb.engine.drafter import Drafter, Proposal
+from kdtree_nb.engine.drafter import Drafter, Proposal, cut
 from kdtree_nb.engine.graph import Graph
 from kdtree_nb.engine.model import Model
 from kdtree_nb.kernels.choose_tokens import choose_tokens
@@ -142,20 +142,14 @@ class Rounds:
 
     def _draft(self, decoder: str, budget: Budget, committed: list[int]) -> tuple[DraftTree, int]:
         """The tree to verify, and how many nodes its longest path can have."""
-        xp = self.device.xp
         if self.drafter.on_device:
             log_probs, token_ids, children = self.drafter.propose_after(self.root)
         else:
             proposal = checked(self.drafter.propose(np.array(committed, np.int32)), self.model.config.vocab_size)
             log_probs, token_ids = self.device.put(proposal.log_probs), self.device.put(proposal.token_ids)
             children = None if proposal.children is None else self.device.put(proposal.children)
-        length, width = token_ids.shape
-        depths = xp.arange(length).reshape(-1, *[1] * (log_probs.ndim - 1))
-        wanted = depths < self.left - 1
-        if decoder == "chain":
-            wanted = wanted & (xp.arange(width) == 0)
-        log_probs = xp.where(wanted, log_probs, np.float32(-np.inf))
-        return tree_build(self.root, log_probs, token_ids, budget.nodes, children, budget.costs), 1 + length
+        log_probs = cut(log_probs, self.left - 1, chain=decoder == "chain")
+        return tree_build(self.root, log_probs, token_ids, budget.nodes, children, budget.costs), 1 + len(token_ids)
 
     def drafted(self, tree: DraftTree) -> int:
         """How many nodes a round's tree had, the root included; the next pass has room for as many as paid now."""

@@ -1,14 +1,16 @@
 """The one place that asks whether a weight is INT4."""
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 
 from kdtree_nb.bundle import Bundle
+from kdtree_nb.bundle.format import DTYPES
 from kdtree_nb.engine.device import Device
+from kdtree_nb.engine.upload import Piece, upload
 from kdtree_nb.kernels.dense_gemm import dense_gemm
-from kdtree_nb.kernels.launch import Array, array_module, runs_cuda
+from kdtree_nb.kernels.launch import Array, address_of, array_module, runs_cuda
 from kdtree_nb.kernels.moe import Experts
 from kdtree_nb.kernels.w4a16_gemm import w4a16_gemm
 from kdtree_nb.reference.linear import COLUMNS, Tiles, linear, tile
@@ -19,6 +21,8 @@ class Weights:
 
     The kernels multiply with weights as they are stored. NumPy has no INT4 product: there a packed weight is
     dequantised, once, when it first meets an input, and experts that no token chose stay on the disk.
+
+    A GPU gets the stored bytes by :func:`~kdtree_nb.engine.upload.upload`, straight into the arrays that kernels read.
     """
 
     def __init__(self, bundle: Bundle, device: Device) -> None:
@@ -28,6 +32,33 @@ class Weights:
         self._stored: dict[tuple[str, ...], tuple[Array, ...]] = {}
         self._tiles: dict[tuple[str, ...], Tiles] = {}
         self._experts: dict[str, tuple[Experts, Experts]] = {}
+        self._awaited: list[Piece] | None = None  # within preload: what its one upload will bring
+
+    def preload(
+        self,
+        products: Iterable[tuple[str, ...]],
+        experts: Iterable[tuple[str, int]],
+        progress: Callable[[int, int], None] | None = None,
+    ) -> None:
+        """Load now, in one upload, what :meth:`linear` and :meth:`experts` would load when called with these names.
+
+        ``progress`` is called with the bytes sent so far and the bytes of all.
+        """
+        self._awaited = []
+        try:
+            for names in products:
+                alike = len({self._is_packed(name) for name in names}) == 1
+                for together in [names] if alike else [(name,) for name in names]:
+                    self._on_device(together, *((".qw", ".sc") if self._is_packed(together[0]) else ("",)))
+            for at, count in experts:
+                self.experts(at, count)
+            self._send(self._awaited, progress)
+        except BaseException:  # arrays whose bytes have not come must not be found
+            self._stored.clear()
+            self._experts.clear()
+            raise
+        finally:
+            self._awaited = None
 
     def kinds(self) -> dict[str, int]:
         """How many tensors of each dtype there are: with the config, what a forward pass costs."""
@@ -60,9 +91,11 @@ class Weights:
         by_head = x.swapaxes(0, 1)
         return (linear(by_head, weight) if isinstance(weight, Tiles) else dense_gemm(by_head, weight)).swapaxes(0, 1)
 
-    def stack(self, matrices: np.ndarray) -> Array | Tiles:
-        """Matrices float32 [heads, out, in], laid out for :meth:`heads`."""
-        return tile(matrices) if self._device.name == "cpu" else self._device.put(np.ascontiguousarray(matrices))
+    def stack(self, matrices: Array) -> Array | Tiles:
+        """Matrices of :meth:`matrix`, float32 [heads, out, in], laid out for :meth:`heads`."""
+        if self._device.name == "cpu":
+            return tile(matrices)
+        return self._device.put(self._device.xp.ascontiguousarray(matrices))
 
     def experts(self, at: str, count: int) -> tuple[Experts, Experts]:
         """The gate-and-up and the down projections of all experts below ``at``, for the kernels."""
@@ -73,9 +106,13 @@ class Weights:
             )
         return self._experts[at]
 
-    def matrix(self, name: str) -> np.ndarray:
-        """A weight as float32 [out, in] on the host; loaded anew at each call, for those that re-arrange it."""
-        return self._bundle.weight(name).astype(np.float32, copy=False)
+    def matrix(self, name: str) -> Array:
+        """A float weight as float32 [out, in]; not kept, for those that re-arrange it."""
+        if self._device.name == "cpu":
+            return self._on_host(name)
+        (stored,) = self._on_device((name,), "")
+        del self._stored[(name,)]
+        return self._device.float32(stored)
 
     def vector(self, name: str) -> Array:
         """A norm's weight, a router's bias or a table that is read by rows: float32, as it is stored."""
@@ -94,31 +131,62 @@ class Weights:
     def _is_packed(self, name: str) -> bool:
         return f"{name}.qw" in self._bundle
 
+    def _on_host(self, name: str) -> np.ndarray:
+        return self._bundle.weight(name).astype(np.float32, copy=False)
+
     def _tiled(self, names: tuple[str, ...]) -> Tiles:
         if names not in self._tiles:
-            self._tiles[names] = tile(np.concatenate([self.matrix(name) for name in names]))
+            self._tiles[names] = tile(np.concatenate([self._on_host(name) for name in names]))
         return self._tiles[names]
 
     def _on_device(self, names: tuple[str, ...], *parts: str) -> tuple[Array, ...]:
         if names not in self._stored:
-            self._stored[names] = tuple(self._device.put(self._side_by_side(names, part)) for part in parts)
+            self._stored[names] = tuple(self._side_by_side(names, part) for part in parts)
         return self._stored[names]
 
-    def _side_by_side(self, names: Sequence[str], part: str) -> np.ndarray:
+    def _side_by_side(self, names: Sequence[str], part: str) -> Array:
+        """Stored tensors one below the other, on the device."""
+        entries = [self._bundle.entries[name + part] for name in names]
+        dtypes = {DTYPES[entry.dtype] for entry in entries}
+        if self._device.xp is not np and len(dtypes) == 1:
+            rows = sum(entry.shape[0] for entry in entries)
+            whole = self._device.empty((rows, *entries[0].shape[1:]), *dtypes)
+            pieces, address = [], address_of(whole)
+            for name, entry in zip(names, entries, strict=True):
+                file, begin = self._bundle.place(name + part)
+                pieces.append(Piece(file, begin, begin + entry.nbytes, address))
+                address += entry.nbytes
+            if self._awaited is None:
+                self._send(pieces)
+            else:
+                self._awaited += pieces
+            return whole
         arrays = [self._bundle[name + part] for name in names]
-        if len({array.dtype for array in arrays}) > 1:  # floats of two kinds
+        if len(dtypes) > 1:  # floats of two kinds
             arrays = [array.astype(np.float32) for array in arrays]
-        return arrays[0] if len(arrays) == 1 else np.concatenate(arrays)
+        return self._device.put(arrays[0] if len(arrays) == 1 else np.concatenate(arrays))
+
+    def _send(self, pieces: Sequence[Piece], progress: Callable[[int, int], None] | None = None) -> None:
+        done, total = 0, sum(piece.end - piece.begin for piece in pieces)
+
+        def advance(count: int) -> None:
+            nonlocal done
+            done += count
+            if progress is not None:
+                progress(done, total)
+
+        self._device.wait()  # what the arrays are made of may still be in use
+        upload(self._bundle, pieces, advance)
 
     def _stacked(self, names_of_expert: list[list[str]]) -> Experts:
         packed = [self._is_packed(name) for names in names_of_expert for name in names]
         if any(packed) and not all(packed):  # one stack has one kind
-            floats = [np.concatenate([self.matrix(name) for name in names]) for names in names_of_expert]
+            floats = [np.concatenate([self._on_host(name) for name in names]) for names in names_of_expert]
             return Experts(self._device.put(np.stack(floats)))
         parts = (".qw", ".sc") if all(packed) else ("",)
         everything = [name for names in names_of_expert for name in names]
         stacks = [self._side_by_side(everything, part) for part in parts]
-        return Experts(*(self._device.put(stack.reshape(len(names_of_expert), -1, stack.shape[1])) for stack in stacks))
+        return Experts(*(stack.reshape(len(names_of_expert), -1, stack.shape[1]) for stack in stacks))
 
 
 def joined(*parts: Array) -> Array:

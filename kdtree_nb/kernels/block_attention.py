@@ -2,10 +2,10 @@
 
 import numpy as np
 
+from kdtree_nb.config.drafter import MAX_HEAD_DIM as MAX_SIZE
 from kdtree_nb.kernels.launch import Array, Kernel, array_module, runs_cuda
 from kdtree_nb.reference import drafter as reference
 
-MAX_SIZE = 256
 _block_attention = Kernel("block_attention.cu")
 
 

@@ -16,7 +16,17 @@ import numpy as np
 from kdtree_nb.kernels.emulator import KernelError, Program
 from kdtree_nb.kernels.source import OPTIONS, Parameter, Source, read_source
 
-__all__ = ["Array", "Kernel", "KernelError", "array_module", "c_type", "emulated", "pointer", "runs_cuda"]
+__all__ = [
+    "Array",
+    "Kernel",
+    "KernelError",
+    "address_of",
+    "array_module",
+    "c_type",
+    "emulated",
+    "pointer",
+    "runs_cuda",
+]
 
 Array: TypeAlias = np.ndarray
 """A NumPy array or a CuPy array: which of the two decides where a kernel runs."""
@@ -182,7 +192,7 @@ class Kernel:
         addresses, devices = [], {}
         for parameter, value in zip(parameters, args, strict=True):
             array = self._check(parameter, value)
-            addresses.append(None if array is None else _address(array))
+            addresses.append(None if array is None else address_of(array))
             if array is not None:
                 devices[_device(array)] = parameter.name
         if len(devices) > 1:
@@ -242,7 +252,7 @@ class Kernel:
         if array is value and not array.flags.c_contiguous:
             what = f"is {_describe(array)} with strides {array.strides}, expected C-contiguous (or pointer(array))"
             raise self._misfit(ValueError, parameter, what)
-        if count > 1 and _address(array) % (alignment := count * array.itemsize):
+        if count > 1 and address_of(array) % (alignment := count * array.itemsize):
             raise self._misfit(
                 ValueError, parameter, f"is not aligned to {alignment} bytes, as {parameter.type} has to be"
             )
@@ -295,7 +305,8 @@ def _on_gpu(x: Any) -> bool:
     return not isinstance(x, np.ndarray) and hasattr(x, "__cuda_array_interface__")
 
 
-def _address(array: Any) -> int:
+def address_of(array: Any) -> int:
+    """Where an array begins in the memory of its device."""
     return int(array.__array_interface__["data"][0] if isinstance(array, np.ndarray) else array.data.ptr)
 
 

@@ -1,51 +1,14 @@
-// moe: the weighted sum of each token's experts, from the router's choice to [tokens, hidden], all on the device.
+// moe: the products of each token's experts, after moe_pairs has sorted the router's choice and before it sums.
 //
-// Idea      A pair is a token and one of its experts. moe_sort puts the pairs of an expert into blocks of 8 rows;
-//           a block then reads its expert's weights once for 8 rows. Two grouped products follow, the first with
-//           gate, up and SwiGLU in one, and the sum over a token's experts in the order of its choice.
-// Grid      moe_sort: 1 block. Products: (blocks of rows, outputs / 32); the number of blocks is known on the
-//           device only, so the grid is the largest possible and the rest returns at once. moe_sum: (tokens).
-// Invariant a pair's row is computed as in gemm.cuh, whatever shares its block; the sum's order is the router's.
+// Idea      A pair is a token and one of its experts. A block of moe_pairs, 8 pairs of one expert, reads the expert's
+//           weights once for 8 rows. There are two grouped products, the first with gate, up and SwiGLU in one.
+// Grid      (blocks of rows, outputs / 32); the number of blocks is known on the device only, so the grid is the
+//           largest possible and the rest returns at once.
+// Invariant a pair's row is computed as in gemm.cuh, whatever shares its block.
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 
 #include "gemm.cuh"
-
-constexpr int MAX_EXPERTS = 1024;
-
-extern "C" __global__ void moe_sort(const int* __restrict__ expert_ids,  // [pairs]
-                                    int* __restrict__ block_experts,     // [max_blocks]
-                                    int* __restrict__ block_pairs,       // [max_blocks, ROWS], −1: no pair
-                                    int* __restrict__ num_blocks,        // [1]
-                                    int pairs, int experts)
-{
-    __shared__ int first_block[MAX_EXPERTS + 1];
-    for (int expert = threadIdx.x; expert < experts; expert += blockDim.x) {
-        int count = 0;
-        for (int pair = 0; pair < pairs; ++pair)
-            count += expert_ids[pair] == expert;
-        first_block[expert + 1] = (count + ROWS - 1) / ROWS;
-    }
-    __syncthreads();
-    if (threadIdx.x == 0) {
-        first_block[0] = 0;
-        for (int expert = 0; expert < experts; ++expert)
-            first_block[expert + 1] += first_block[expert];
-        *num_blocks = first_block[experts];
-    }
-    __syncthreads();
-    for (int expert = threadIdx.x; expert < experts; expert += blockDim.x) {
-        size_t at = size_t(first_block[expert]) * ROWS;
-        const size_t end = size_t(first_block[expert + 1]) * ROWS;
-        for (int pair = 0; pair < pairs && at < end; ++pair)
-            if (expert_ids[pair] == expert)
-                block_pairs[at++] = pair;
-        while (at < end)
-            block_pairs[at++] = -1;
-        for (int block = first_block[expert]; block < first_block[expert + 1]; ++block)
-            block_experts[block] = expert;
-    }
-}
 
 extern "C" __global__ void moe_gate_up(const float* __restrict__ x,            // [tokens, in], row_stride apart
                                        const VALUE* __restrict__ weights,      // [experts, 2 · width, in]: gate, then up
@@ -87,18 +50,4 @@ extern "C" __global__ void moe_down(const float* __restrict__ activations,   // 
     const int pair = pairs[threadIdx.x % SLICES];
     if (pair >= 0 && out < hidden)
         outputs[size_t(pair) * hidden + out] = value;
-}
-
-extern "C" __global__ void moe_sum(const float* __restrict__ outputs,         // [tokens, top_k, hidden]
-                                   const float* __restrict__ router_weights,  // [tokens, top_k]
-                                   float* __restrict__ y,                     // [tokens, hidden]
-                                   int hidden, int top_k)
-{
-    const size_t token = blockIdx.x;
-    for (int i = threadIdx.x; i < hidden; i += blockDim.x) {
-        float sum = 0.0f;
-        for (int k = 0; k < top_k; ++k)
-            sum += outputs[(token * top_k + k) * hidden + i] * router_weights[token * top_k + k];
-        y[token * hidden + i] = sum;
-    }
 }

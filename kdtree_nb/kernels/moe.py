@@ -4,14 +4,14 @@ from typing import NamedTuple
 
 import numpy as np
 
-from kdtree_nb.kernels.gemm import OUTPUTS, ROWS, THREADS, check_rows, elements, float_type, threads_for
+from kdtree_nb.kernels.gemm import OUTPUTS, ROWS, THREADS, check_rows, elements, float_type
 from kdtree_nb.kernels.launch import Array, Kernel, array_module, pointer, runs_cuda
+from kdtree_nb.kernels.moe_pairs import check_routing, sort_pairs, sum_pairs
 from kdtree_nb.quantization import CODES_PER_WORD, GROUP_SIZE, QuantizedWeight
 from kdtree_nb.reference import linear
 from kdtree_nb.reference import moe as reference
 
-MAX_EXPERTS = 1024
-_sort, _gate_up, _down, _sum = (Kernel("moe.cu", name) for name in ("moe_sort", "moe_gate_up", "moe_down", "moe_sum"))
+_gate_up, _down = (Kernel("moe.cu", name) for name in ("moe_gate_up", "moe_down"))
 
 
 class Experts(NamedTuple):
@@ -77,10 +77,7 @@ def moe(x: Array, expert_ids: Array, weights: Array, gate_up: Experts, down: Exp
             f"moe: down {list(down.values.shape)} does not fit gate_up {list(gate_up.values.shape)} "
             f"and x {list(x.shape)}"
         )
-    if expert_ids.ndim != 2 or len(expert_ids) != len(x) or weights.shape != expert_ids.shape:
-        raise ValueError(
-            f"moe: expert_ids {list(expert_ids.shape)} and weights {list(weights.shape)}, expected [{len(x)}, top_k]"
-        )
+    check_routing("moe", len(x), expert_ids, weights)
     if not runs_cuda(x):
 
         def expert(index: int, rows: np.ndarray) -> np.ndarray:
@@ -89,19 +86,12 @@ def moe(x: Array, expert_ids: Array, weights: Array, gate_up: Experts, down: Exp
 
         return reference.moe(x, expert_ids, weights, expert)
 
-    if experts > MAX_EXPERTS:
-        raise ValueError(f"moe: {experts} experts, expected at most {MAX_EXPERTS}")
     xp, (tokens, hidden), top_k = array_module(x), x.shape, expert_ids.shape[1]
-    y = xp.empty((tokens, hidden), np.float32)
     pairs = tokens * top_k
     if not pairs:
-        return y
-    max_blocks = min(pairs, experts + pairs // ROWS)
-    block_experts = xp.empty(max_blocks, np.int32)
-    block_pairs = xp.empty((max_blocks, ROWS), np.int32)
-    num_blocks = xp.empty(1, np.int32)
-    blocks = (block_experts, block_pairs, num_blocks)
-    _sort.specialize(**down.types)((1,), (THREADS,), (expert_ids, *blocks, np.int32(pairs), np.int32(experts)))
+        return xp.zeros((tokens, hidden), np.float32)
+    blocks = sort_pairs(expert_ids, experts, ROWS)
+    max_blocks = len(blocks.experts)
 
     activations = xp.empty((pairs, width), np.float32)
     sizes = (np.int32(width), np.int32(hidden), np.int32(top_k), elements(x, 0))
@@ -116,9 +106,7 @@ def moe(x: Array, expert_ids: Array, weights: Array, gate_up: Experts, down: Exp
         (THREADS,),
         (activations, down.values, down.scales, *blocks, outputs, np.int32(hidden), np.int32(width)),
     )
-    last = (outputs, weights, y, np.int32(hidden), np.int32(top_k))
-    _sum.specialize(**down.types)((tokens,), (threads_for(hidden),), last)
-    return y
+    return sum_pairs(outputs, weights)
 
 
 def _check(name: str, experts: Experts) -> None:

@@ -3,8 +3,8 @@
 import numpy as np
 
 from kdtree_nb.config import ModelConfig
+from kdtree_nb.config.model import MAX_EXPERTS
 from kdtree_nb.kernels.launch import Array, Kernel, array_module, runs_cuda
-from kdtree_nb.kernels.moe import MAX_EXPERTS
 from kdtree_nb.reference import moe as reference
 
 _moe_route = Kernel("moe_route.cu")

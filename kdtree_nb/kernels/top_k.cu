@@ -11,11 +11,6 @@
 
 constexpr int MAX_K = 1024;
 
-__device__ __forceinline__ float log_prob_of(Key key)
-{
-    const unsigned ordered = unsigned(key >> 32);
-    return __uint_as_float(ordered & 0x80000000u ? ordered & 0x7fffffffu : ~ordered);
-}
 
 extern "C" __global__ void top_k(const float* __restrict__ logits,  // [L, vocab]
                                  float* __restrict__ log_probs,     // [L, k]
@@ -83,7 +78,7 @@ extern "C" __global__ void top_k(const float* __restrict__ logits,  // [L, vocab
             __syncthreads();
         }
     for (int i = threadIdx.x; i < k; i += blockDim.x) {
-        log_probs[size_t(blockIdx.x) * k + i] = log_prob_of(found[i]);
+        log_probs[size_t(blockIdx.x) * k + i] = number_of(unsigned(found[i] >> 32));
         token_ids[size_t(blockIdx.x) * k + i] = int(0xffffffffu - unsigned(found[i]));
     }
 }

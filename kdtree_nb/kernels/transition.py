@@ -2,10 +2,11 @@
 
 import numpy as np
 
+from kdtree_nb.config.drafter import MAX_CANDIDATES as MAX_K
+from kdtree_nb.config.drafter import MAX_TRANSITION_RANK as MAX_RANK
 from kdtree_nb.kernels.launch import Array, Kernel, array_module, runs_cuda
 from kdtree_nb.reference import transition as reference
 
-MAX_K, MAX_RANK = 256, 256
 _condition = Kernel("transition.cu", "condition")
 
 

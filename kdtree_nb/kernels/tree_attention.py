@@ -2,12 +2,12 @@
 
 import numpy as np
 
+from kdtree_nb.config.model import MAX_KV_LORA
 from kdtree_nb.kernels.launch import Array, Kernel, array_module, runs_cuda
 from kdtree_nb.reference import attention as reference
 
 SPLIT, HEADS, THREADS = 512, 8, 256
 """Positions in a split, heads and threads in a block, as in ``tree_attention.cu``."""
-MAX_KV_LORA = 1024
 SCRATCH_BYTES = 2**28
 """Of the partial sums of one launch; rows that do not fit go into the next."""
 _attend_split, _combine_splits = (Kernel("tree_attention.cu", name) for name in ("attend_split", "combine_splits"))

@@ -1,76 +1,11 @@
 // w4a16_mma: y = x · dequantize(weight)ᵀ on tensor cores: bf16 x, INT4 codes, bf16 scales, fp32 sums.
 //
-// Idea      A weight is stored in the order in which it is used (w4a16_mma.py): its outputs in tiles of 16, the rows
-//           of mma's A, its inputs in steps of 64, two groups; a lane's codes of a tile and a step are 16 bytes. The
-//           rows of x are mma's 8 columns B, so that 1 to 8 rows cost the same. A nibble becomes a bfloat16 with one
-//           AND-OR and an exact subtraction, a group's sum meets its scale in fp32: no weight is ever rounded.
-//           A block computes TILES tiles for ROWS rows; its PARTS warps share the inputs, and their sums meet in shared
-//           memory. (Were the inputs shared by blocks, sums would meet in global memory: a third slower and more.)
-//           A warp keeps STAGES - 1 steps under way with cp.async and waits for nothing but memory.
+// Idea      A block computes TILES tiles of 16 outputs for ROWS rows, as w4a16_mma.cuh says.
 // Grid      (outputs / (16 · TILES), rows / ROWS), 32 · PARTS threads.
-// Shared    Ring and sums, one after the other: PARTS times the larger of STAGES · sizeof(Stage) and sizeof(Sums).
-// Invariant An element is a sum over groups within a part, then over parts, first to last: its order depends on PARTS
-//           and IN_FEATURES alone, not on TILES, ROWS, STAGES, the number of rows or its row's place.
-#include <cuda_bf16.h>
+// Invariant An element's order of summation depends on PARTS and IN_FEATURES alone.
+#include "w4a16_mma.cuh"
 
-#include "ptx.cuh"
-
-constexpr int STEP = 64;  // inputs
-constexpr int STEPS = (IN_FEATURES + STEP - 1) / STEP;
-constexpr int PER_PART = (STEPS + PARTS - 1) / PARTS;
-constexpr int OUTPUTS = 16 * TILES;
-constexpr int THREADS = 32 * PARTS;
 constexpr int UNROLL = TILES * ROWS > 32 || PER_PART > 8 ? 1 : PER_PART;  // where the code stays short
-
-// A warp's operands of one step. Of 8 rows of x and one group, lane 4 · row + p holds inputs 8 · p, + 1, …, + 7.
-struct Stage {
-    uint4 x[ROWS / 8][2][32];
-    uint4 codes[TILES][32];
-    uint4 scales[TILES][4];
-};
-
-using Sums = float[ROWS][OUTPUTS + 4];  // of a warp; the 4 bring a fragment's lanes to different banks
-
-// Two codes, at bits 0 and 16 of a word, as bfloat16. 0x4300 | u is 128 + u, and u is the code + 8.
-__device__ __forceinline__ unsigned two_codes(unsigned word)
-{
-    unsigned both = lop3<0xea>(word, 0x000f000fu, 0x43004300u), offset = 0x43084308u;
-    __nv_bfloat162 codes = __hsub2(reinterpret_cast<__nv_bfloat162&>(both), reinterpret_cast<__nv_bfloat162&>(offset));
-    return reinterpret_cast<unsigned&>(codes);
-}
-
-// sum += weights · xᵀ of one step.
-__device__ __forceinline__ void multiply(const Stage& stage, float (&sum)[TILES][ROWS / 8][4])
-{
-    const int lane = threadIdx.x % 32;
-#pragma unroll
-    for (int group = 0; group < 2; ++group) {
-        uint4 x[ROWS / 8];
-#pragma unroll
-        for (int n = 0; n < ROWS / 8; ++n)
-            x[n] = stage.x[n][group][lane];
-#pragma unroll
-        for (int t = 0; t < TILES; ++t) {
-            const uint2 words = reinterpret_cast<const uint2*>(&stage.codes[t][lane])[group];
-            const unsigned scales = reinterpret_cast<const unsigned*>(&stage.scales[t])[lane / 4 * 2 + group];
-            const float scale = __uint_as_float(scales << 16), scale_8 = __uint_as_float(scales & 0xffff0000u);
-            const unsigned a[2][4] = {
-                {two_codes(words.x), two_codes(words.y), two_codes(words.x >> 4), two_codes(words.y >> 4)},
-                {two_codes(words.x >> 8), two_codes(words.y >> 8), two_codes(words.x >> 12), two_codes(words.y >> 12)}};
-#pragma unroll
-            for (int n = 0; n < ROWS / 8; ++n) {
-                const unsigned b[2][2] = {{x[n].x, x[n].y}, {x[n].z, x[n].w}};
-                float of_group[4] = {};
-                mma_m16n8k16_bf16(of_group, a[0], b[0], of_group);
-                mma_m16n8k16_bf16(of_group, a[1], b[1], of_group);
-                sum[t][n][0] = fmaf(scale, of_group[0], sum[t][n][0]);
-                sum[t][n][1] = fmaf(scale, of_group[1], sum[t][n][1]);
-                sum[t][n][2] = fmaf(scale_8, of_group[2], sum[t][n][2]);
-                sum[t][n][3] = fmaf(scale_8, of_group[3], sum[t][n][3]);
-            }
-        }
-    }
-}
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
     w4a16_mma(const uint4* __restrict__ x,       // [rows, in / 8], 8 bfloat16 each
@@ -79,74 +14,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
               float* __restrict__ y,             // [rows, out]
               int rows, int out_features)
 {
-    extern __shared__ __align__(16) unsigned char dynamic_shared[];
-    const int part = threadIdx.x / 32, lane = threadIdx.x % 32, row_of_lane = lane / 4, pair = lane % 4;
-    const int first_row = blockIdx.y * ROWS, first_out = blockIdx.x * OUTPUTS;
-    const int first = part * PER_PART;
-    const int steps = STEPS % PARTS == 0 ? PER_PART : max(0, min(PER_PART, STEPS - first));  // the last may have none
-
-    // Where this lane reads the next step that is to be fetched.
-    const size_t weight = size_t(blockIdx.x) * TILES * STEPS + first;
-    const uint4* from_codes = codes + weight * 32 + lane;
-    const uint4* from_scales = scales + (weight + row_of_lane * STEPS) * 4 + pair;  // of tile row_of_lane
-    const uint4* from_x = x + (size_t(first_row + row_of_lane) * IN_FEATURES + first * STEP) / 8 + pair;
-    const int rows_left = rows - first_row - row_of_lane;
-    const auto fetch = [&](Stage& stage, int step) {
-#pragma unroll
-        for (int t = 0; t < TILES; ++t)
-            cp_async_16(&stage.codes[t][lane], from_codes + t * STEPS * 32);
-        if (lane < 4 * TILES)
-            cp_async_16(&stage.scales[row_of_lane][pair], from_scales);
-        const bool whole = IN_FEATURES % STEP == 0 || first + step < STEPS - 1;
-#pragma unroll
-        for (int n = 0; n < ROWS / 8; ++n) {
-            const uint4* from = from_x + n * IN_FEATURES;  // is not read where there is no such row
-            cp_async_16(&stage.x[n][0][lane], from, 8 * n < rows_left);
-            cp_async_16(&stage.x[n][1][lane], from + 4, 8 * n < rows_left && whole);
-        }
-        from_codes += 32;
-        from_scales += 4;
-        from_x += STEP / 8;
-    };
-
-    Stage* const ring = reinterpret_cast<Stage*>(dynamic_shared) + part * STAGES;
-    float sum[TILES][ROWS / 8][4] = {};
-#pragma unroll
-    for (int step = 0; step < STAGES - 1; ++step) {
-        if (step < steps)
-            fetch(ring[step], step);
-        cp_async_commit();
-    }
-#pragma unroll UNROLL
-    for (int step = 0; step < steps; ++step) {
-        cp_async_wait<STAGES - 2>();
-        __syncwarp();  // the other lanes' copies as well; and all have read the slot that is now free
-        const int ahead = step + STAGES - 1;
-        if (ahead < steps)
-            fetch(ring[ahead % STAGES], ahead);
-        cp_async_commit();
-        multiply(ring[step % STAGES], sum);
-    }
-
-    Sums* const sums = reinterpret_cast<Sums*>(dynamic_shared);
-    __syncthreads();  // all warps have left the ring
-#pragma unroll
-    for (int t = 0; t < TILES; ++t)
-#pragma unroll
-        for (int n = 0; n < ROWS / 8; ++n)
-#pragma unroll
-            for (int i = 0; i < 4; ++i)
-                sums[part][8 * n + 2 * pair + i % 2][16 * t + row_of_lane + i / 2 * 8] = sum[t][n][i];
-    __syncthreads();
+    const int first_row = blockIdx.y * ROWS, first_out = blockIdx.x * OUTPUTS, row = first_row + threadIdx.x % 32 / 4;
+    const Sums* sums = sums_of_parts<UNROLL>(x, codes, scales, size_t(blockIdx.x) * TILES, row, rows - row);
     const int rows_here = min(ROWS, rows - first_row);
 #pragma unroll 1
     for (int i = threadIdx.x; i < rows_here * OUTPUTS; i += THREADS) {
         const int row = i / OUTPUTS, out = i % OUTPUTS;
-        float total = 0.0f;
-#pragma unroll
-        for (int p = 0; p < PARTS; ++p)
-            total += sums[p][row][out];
         if (first_out + out < out_features)
-            y[size_t(first_row + row) * out_features + first_out + out] = total;
+            y[size_t(first_row + row) * out_features + first_out + out] = total_of(sums, row, out);
     }
 }

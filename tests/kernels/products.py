@@ -32,6 +32,17 @@ def assert_product(y: np.ndarray, x: np.ndarray, weight: np.ndarray) -> None:
     assert excess.size == 0 or excess.max() <= 0, f"{excess.max()} beyond the bound"
 
 
+def mma_roundings(in_features: int) -> int:
+    """How many times the order of w4a16_mma.cuh rounds, at most, where an element's inputs have 4 to 16 parts.
+
+    A group is two mma of 16 products, which may lose as much as 4 roundings each (tensor cores align to the largest
+    product and cut; the emulator rounds once), and one fmaf; a part is its groups' chain, and there are up to 16 parts.
+    """
+    steps = -(-in_features // 64)
+    groups = 2 * -(-steps // 4)  # of a part, were there as few as 4
+    return 2 * 4 + groups + 16
+
+
 def assert_row_invariant(product: Callable[[Array], Array], x: Array, host: Callable[[Array], np.ndarray]) -> None:
     """A row has the same bits with 1 … len(x) rows, at the start of a block and in each place within one."""
     whole = host(product(x))

@@ -5,15 +5,16 @@ import re
 import pytest
 
 from kdtree_nb.engine.engine import MAX_NODE_BUDGET
-from kdtree_nb.kernels import block_attention, gemm, moe, top_k, transition, tree_attention, tree_build
+from kdtree_nb.kernels import block_attention, gemm, moe_mma, moe_pairs, top_k, transition, tree_attention, tree_build
 from kdtree_nb.kernels.source import read_source
 
 PAIRS = [
     ("block_attention.cu", "MAX_SIZE", block_attention.MAX_SIZE),
-    ("moe.cu", "MAX_EXPERTS", moe.MAX_EXPERTS),
+    ("moe_mma.cu", "ROWS", moe_mma.ROWS),
+    ("moe_pairs.cu", "MAX_EXPERTS", moe_pairs.MAX_EXPERTS),
     ("moe.cu", "ROWS", gemm.ROWS),
     ("moe.cu", "OUTPUTS", gemm.OUTPUTS),
-    ("moe_route.cu", "MAX_EXPERTS", moe.MAX_EXPERTS),
+    ("moe_route.cu", "MAX_EXPERTS", moe_pairs.MAX_EXPERTS),
     ("top_k.cu", "MAX_K", top_k.MAX_K),
     ("transition.cu", "MAX_K", transition.MAX_K),
     ("transition.cu", "MAX_RANK", transition.MAX_RANK),

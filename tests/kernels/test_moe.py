@@ -5,33 +5,15 @@ import pytest
 from helpers import assert_same_bits
 from ml_dtypes import bfloat16
 
+from kdtree_nb.config.model import MAX_EXPERTS
 from kdtree_nb.kernels.dense_gemm import dense_gemm
-from kdtree_nb.kernels.moe import MAX_EXPERTS, Experts, moe
+from kdtree_nb.kernels.moe import Experts, moe
 from kdtree_nb.kernels.swiglu import swiglu
 from kdtree_nb.kernels.w4a16_gemm import w4a16_gemm
 
-from .products import random_int4
+from .experts import random_experts, random_layer, random_routing, token_by_token
 
 DTYPES = [np.float32, bfloat16, np.float16]
-
-
-def random_experts(rng, experts, out_features, in_features, dtype=np.float32, packed=True) -> Experts:
-    if not packed:
-        values = rng.standard_normal((experts, out_features, in_features)) / np.sqrt(in_features)
-        return Experts(values.astype(dtype))
-    weight = random_int4(rng, experts * out_features, in_features, dtype)
-    shape = experts, out_features, -1
-    return Experts(weight.qweight.reshape(shape), weight.scales.reshape(shape))
-
-
-def random_layer(rng, experts, hidden, width, dtype=np.float32, packed=True) -> tuple[Experts, Experts]:
-    gate_up = random_experts(rng, experts, 2 * width, hidden, dtype, packed)
-    return gate_up, random_experts(rng, experts, hidden, width, dtype, packed)
-
-
-def random_routing(rng, tokens, experts, top_k) -> tuple[np.ndarray, np.ndarray]:
-    expert_ids = rng.permuted(np.tile(np.arange(experts, dtype=np.int32), (tokens, 1)), axis=1)[:, :top_k]
-    return expert_ids.copy(), rng.uniform(0.1, 1, (tokens, top_k)).astype(np.float32)
 
 
 def put(device, experts: Experts) -> Experts:
@@ -41,16 +23,6 @@ def put(device, experts: Experts) -> Experts:
 def run(device, x, expert_ids, weights, gate_up, down) -> np.ndarray:
     arrays = device.put(x), device.put(expert_ids), device.put(weights)
     return device.host(moe(*arrays, put(device, gate_up), put(device, down)))
-
-
-def token_by_token(x, expert_ids, weights, gate_up, down) -> np.ndarray:
-    """The sum of a token's experts, one after the other, in float64."""
-    y = np.zeros(x.shape)
-    for token, row in enumerate(x.astype(np.float64)):
-        for expert, weight in zip(expert_ids[token], weights[token], strict=True):
-            gate, up = np.split(gate_up.expert(expert).astype(np.float64) @ row, 2)
-            y[token] += weight * (down.expert(expert).astype(np.float64) @ (gate / (1 + np.exp(-gate)) * up))
-    return y
 
 
 def kernel_by_kernel(device, x, expert_ids, weights, gate_up, down) -> np.ndarray:
@@ -354,5 +326,5 @@ def test_refuses_what_it_would_misread(device):
         Experts(device.empty((MAX_EXPERTS + 1, 2, 32), FLOAT)),
         Experts(device.empty((MAX_EXPERTS + 1, 32, 1), FLOAT)),
     )
-    with pytest.raises(ValueError, match=r"moe: 1025 experts, expected at most 1024"):
+    with pytest.raises(ValueError, match=r"moe_sort: 1025 experts, expected at most 1024"):
         moe(x, expert_ids, weights, *many)

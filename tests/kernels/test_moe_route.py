@@ -9,7 +9,7 @@ from builders import tiny_config
 from helpers import assert_same_bits
 
 from kdtree_nb.config import ModelConfig
-from kdtree_nb.kernels.moe import MAX_EXPERTS
+from kdtree_nb.kernels.moe_pairs import MAX_EXPERTS
 from kdtree_nb.kernels.moe_route import moe_route
 from kdtree_nb.reference.moe import moe_route as specification
 

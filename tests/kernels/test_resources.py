@@ -4,6 +4,7 @@ from importlib.resources import files
 
 import pytest
 
+from kdtree_nb.kernels.moe_mma import GEOMETRY
 from kdtree_nb.kernels.nvrtc import compile_cubin, find_nvrtc
 from kdtree_nb.kernels.source import read_source
 from kdtree_nb.kernels.w4a16_mma import LONG, MIDDLE, SHORT, WIDE
@@ -19,12 +20,18 @@ MMA = [
     for in_features, plan in ((7168, MIDDLE), (7168, LONG), (2048, WIDE), (1408, SHORT))
     for cut in plan.geometries.values()
 ]
+EXPERTS = [
+    {"IN_FEATURES": str(in_features), "PARTS": str(GEOMETRY.parts), "TILES": str(GEOMETRY.tiles)}
+    | {"STAGES": str(GEOMETRY.stages)}
+    for in_features in (7168, 2048, 1408)
+]
 VARIANTS = {path.name: NO_DEFINES for path in files("kdtree_nb.kernels").iterdir() if path.name.endswith(".cu")} | {
     "w4a16_gemm.cu": [{"SCALE": name} for name in reversed(FLOATS)],
     "dense_gemm.cu": [{"WEIGHT": name} for name in reversed(FLOATS)],
     "tree_attention_mma.cu": [{"KV_LORA": "512", "ROPE": "64", "ROWS": rows} for rows in ("64", "32", "16")],
     "w4a16_mma.cu": MMA,
     "moe.cu": [PACKED, DENSE],
+    "moe_mma.cu": EXPERTS,
 }
 """By source, its defines: the first for every architecture, the others for one."""
 CASES = [
@@ -37,7 +44,7 @@ CASES = [
 
 SPILLS: dict[str, str] = {}
 """Kernels that may spill or keep an array in memory, each with the reason."""
-MOST_THREADS = {"top_k": 1024}
+MOST_THREADS = {"top_k": 1024, "moe_sort": 1024}
 """Of a block, where it is not 256."""
 
 

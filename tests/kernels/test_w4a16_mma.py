@@ -21,7 +21,7 @@ from kdtree_nb.kernels.w4a16_mma import (
 )
 from kdtree_nb.quantization import QuantizedWeight, pack
 
-from .products import EPSILON, assert_row_invariant, random_int4
+from .products import EPSILON, assert_row_invariant, mma_roundings, random_int4
 
 SHAPES = [
     (0, 5, 64),
@@ -41,18 +41,12 @@ SHAPES = [
 
 
 def assert_product(y: np.ndarray, x: np.ndarray, weight: np.ndarray) -> None:
-    """Within the bound of the kernel's order of summation.
-
-    A group is two mma of 16 products, which may lose as much as 4 roundings each (tensor cores align to the largest
-    product and cut; the emulator rounds once), and one fmaf; a part is its groups' chain, and there are up to 16 parts.
-    """
+    """Within the bound of the kernel's order of summation."""
     x, weight = x.astype(np.float64), weight.astype(np.float64)
-    steps = -(-weight.shape[-1] // 64)
-    groups = 2 * -(-steps // 4)  # of a part, were there as few as 4
     exact, magnitude = x @ weight.T, np.abs(x) @ np.abs(weight).T
     assert y.dtype == np.float32
     assert y.shape == exact.shape
-    excess = np.abs(y - exact) - (2 * 4 + groups + 16) * EPSILON * magnitude
+    excess = np.abs(y - exact) - mma_roundings(weight.shape[-1]) * EPSILON * magnitude
     assert excess.size == 0 or excess.max() <= 0, f"{excess.max()} beyond the bound"
 
 

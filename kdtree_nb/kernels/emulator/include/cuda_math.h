@@ -169,18 +169,13 @@ inline unsigned __funnelshift_rc(unsigned low, unsigned high, unsigned shift)
     return shift >= 32 ? high : __funnelshift_r(low, high, shift);
 }
 
-// PTX, prmt: each nibble of the selector names a byte of high:low; with its top bit, that byte's sign all over.
+// Three bits of each nibble of the selector name a byte of high:low. (PTX's prmt reads a fourth; the compiler masks it.)
 inline unsigned __byte_perm(unsigned low, unsigned high, unsigned selector)
 {
     const unsigned long long bytes = (unsigned long long)(high) << 32 | low;
     unsigned result = 0;
-    for (int i = 0; i < 4; ++i) {
-        const unsigned nibble = selector >> (4 * i) & 15;
-        unsigned byte = unsigned(bytes >> (8 * (nibble & 7))) & 0xff;
-        if (nibble & 8)
-            byte = byte & 0x80 ? 0xff : 0;
-        result |= byte << (8 * i);
-    }
+    for (int i = 0; i < 4; ++i)
+        result |= unsigned(bytes >> (8 * (selector >> (4 * i) & 7)) & 0xFF) << (8 * i);
     return result;
 }
 

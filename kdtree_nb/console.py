@@ -1,0 +1,20 @@
+"""What the commands share: two consoles, and the options that several of them have."""
+
+import sys
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+out, err = Console(highlight=False, width=None if sys.stdout.isatty() else 120), Console(stderr=True, highlight=False)
+
+Device = Annotated[str, typer.Option(help="auto, cuda, cpu or emulated (the CUDA source, run on this CPU).")]
+BUDGET = "INTEGER|auto"
+
+
+def node_budget_of(text: str) -> int | str:
+    """The value of ``--node-budget``."""
+    try:
+        return text if text == "auto" else int(text)
+    except ValueError:
+        raise typer.BadParameter(f"{text!r} is neither a whole number nor auto") from None
