@@ -315,10 +315,10 @@ class Kernel:
         values: tuple[Any, ...],
         shared_bytes: int,
     ) -> None:
-        with sys.modules["cupy"].cuda.Device(device):
+        with sys.modules["cupy"].cuda.Device(device) as on:
             needed = shared_bytes + self._function.shared_size_bytes  # the kernel's own, whose size the source fixes
             if needed > self._opted_in.get(device, FREE_SHARED_BYTES):
-                most = _processor(device).shared_bytes
+                most = on.attributes["MaxSharedMemoryPerBlockOptin"]
                 if needed > most:
                     raise ValueError(f"{self.name}: {needed} bytes of shared memory, GPU {device} has {most} a block")
                 self._function.max_dynamic_shared_size_bytes = shared_bytes

@@ -1,6 +1,6 @@
 """Attention of a draft tree's nodes over the latent cache on tensor cores: bfloat16 in and out, softmax in fp32."""
 
-from functools import cache
+import functools
 from math import e, log2
 from typing import NamedTuple
 
@@ -25,7 +25,7 @@ COMBINE_GROUPS = 4
 
 
 class Geometry(NamedTuple):
-    """How a launch cuts its work: a row's splits are the order of its sums, what a block holds at once changes no bit."""
+    """How a launch cuts its work: a row's splits give its sums their order; what a block holds changes no bit."""
 
     rows: int
     min_tiles: int
@@ -46,7 +46,7 @@ class Geometry(NamedTuple):
         return _attend_split.specialize(KV_LORA=kv_lora, ROPE=rope, ROWS=self.rows, STAGES=self.stages)
 
 
-@cache
+@functools.cache
 def geometry_of(nodes: int, heads: int, latent: int, processor: Processor) -> Geometry:
     """What fits there. Few nodes make few blocks, so each takes fewer heads where it can; a warpgroup takes 64."""
     if processor.capability == HOPPER and find_nvrtc():
