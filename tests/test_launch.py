@@ -11,7 +11,6 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from kdtree_nb.kernels import launch
 from kdtree_nb.kernels.launch import Kernel, array_module, c_type, emulated, pointer, processor_of, runs_cuda
 from kdtree_nb.kernels.nvrtc import NvrtcError, compile_cubin, find_nvrtc
 from kdtree_nb.kernels.source import Parameter, read_source
@@ -271,7 +270,8 @@ class TestCupy:
         cupy = ModuleType("cupy")
         cupy.RawModule, cupy.cuda = RawModule, SimpleNamespace(Device=Device)
         monkeypatch.setitem(sys.modules, "cupy", cupy)
-        monkeypatch.setattr(launch, "_processor", launch._processor.__wrapped__)  # not to be remembered
+        processor = sys.modules["kdtree_nb.kernels.launch"]._processor
+        monkeypatch.setattr("kdtree_nb.kernels.launch._processor", processor.__wrapped__)  # not to be remembered
         return told
 
     def arguments(self) -> list[object]:

@@ -150,6 +150,6 @@ def launch(
             (count, heads),
             (COMBINE_GROUPS * kv_lora_rank // 4,),
             (partial, stats, prefix_len, depths, output.view(np.int32), first_row, np.int32(splits), *cut),
-            4 * splits,
+            12 * splits,
         )
     return output
