@@ -36,7 +36,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     unsigned short* const path = reinterpret_cast<unsigned short*>(maxima + 128);  // [MAX_PATH]
 
     const int lane = threadIdx.x % 32, group = lane / 4, pair = lane % 4;
-    const int warpgroup = threadIdx.x / 128, in_warpgroup = threadIdx.x % 128;
+    const int warpgroup = __shfl_sync(0xffffffffu, threadIdx.x / 128, 0);  // so that a warp has it once
+    const int in_warpgroup = threadIdx.x % 128;
     const int own_row = threadIdx.x / 32 % 4 * 16 + group;  // and the eighth after it
     const int row = blockIdx.x, node = first_row + row, first_head = blockIdx.y * 64, split = blockIdx.z;
     const int prefix = *prefix_len, depth = depths[node], length = prefix + depth + 1;
