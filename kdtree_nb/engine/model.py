@@ -18,7 +18,7 @@ from kdtree_nb.kernels.swiglu import swiglu
 from kdtree_nb.kernels.tree_attention import tree_attention
 from kdtree_nb.kernels.tree_attention_mma import tree_attention_mma
 from kdtree_nb.reference.linear import Tiles
-from kdtree_nb.reference.moe import moe as reference_moe
+from kdtree_nb.reference.moe import moe_by_blocks
 from kdtree_nb.reference.norm import LATENT_EPS
 from kdtree_nb.reference.rope import rope as rotation_of
 from kdtree_nb.reference.rope import rope_table, softmax_scale
@@ -156,17 +156,17 @@ class Model:
         return self._absorbed[layer]
 
     def _mlp(self, layer: int, x: Array) -> Array:
-        at = f"model.layers.{layer}.mlp"
-        if self.config.is_dense(layer):
+        config, at = self.config, f"model.layers.{layer}.mlp"
+        if config.is_dense(layer):
             return self._swiglu(x, at)
         bias = self.weights.vector(f"{at}.gate.e_score_correction_bias")
-        expert_ids, weights = moe_route(self.weights.linear(x, f"{at}.gate"), bias, self.config)
-        if runs_cuda(x):
-            output = self.weights.moe(x, expert_ids, weights, f"{at}.experts", self.config.n_routed_experts)
-        else:
-            rows = self.device.float32(x)
-            output = reference_moe(rows, expert_ids, weights, lambda e, rows: self._swiglu(rows, f"{at}.experts.{e}"))
-        return output + self._swiglu(x, f"{at}.shared_experts") if self.config.n_shared_experts else output
+        expert_ids, weights = moe_route(self.weights.linear(x, f"{at}.gate"), bias, config)
+        if not runs_cuda(x):
+            shared = range(config.n_routed_experts, config.n_routed_experts + config.n_shared_experts)
+            tiles_of = self.weights.expert_tiles(at, config)
+            return moe_by_blocks(self.device.float32(x), expert_ids, weights, shared, tiles_of, self.weights.dtype)
+        output = self.weights.moe(x, expert_ids, weights, f"{at}.experts", config.n_routed_experts)
+        return output + self._swiglu(x, f"{at}.shared_experts") if config.n_shared_experts else output
 
     def _swiglu(self, x: Array, at: str) -> Array:
         gate_up = self.weights.linear(x, f"{at}.gate_proj", f"{at}.up_proj")

@@ -102,7 +102,7 @@ def emulated() -> Iterator[None]:
 
 def runs_cuda(x: Array) -> bool:
     """Whether an operation on x launches a kernel: on CuPy arrays always, on NumPy arrays if :func:`emulated`."""
-    return _emulated.get() or _on_gpu(x)
+    return _emulated.get() if isinstance(x, np.ndarray) else _on_gpu(x)
 
 
 def array_module(x: Array) -> ModuleType:
