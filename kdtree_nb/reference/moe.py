@@ -74,7 +74,7 @@ def moe_by_blocks(
     weights: np.ndarray,
     shared_ids: Sequence[int],
     tiles_of: Callable[[int], tuple[Tiles, Tiles]],
-    dtype: Any = np.float32,
+    dtype: Any = None,
 ) -> np.ndarray:
     """:func:`moe` of SwiGLU experts, and the shared ones, with few calls to NumPy: all rows lie in one array.
 
@@ -87,7 +87,7 @@ def moe_by_blocks(
         Experts that every token has, with weight 1; added last.
     tiles_of : callable
         From an expert's id to its weights: gate above up, and down.
-    dtype : float32 or bfloat16
+    dtype : optional
         To which SwiGLU's activations are rounded.
     """
     if not len(x):
@@ -99,7 +99,8 @@ def moe_by_blocks(
     gates = block_products(rows.reshape(len(experts), ROWS, -1), gate_up)
     width = gates.shape[2] // 2
     activations = swiglu(gates[..., :width], gates[..., width:])
-    activations = activations.astype(dtype, copy=False).astype(x.dtype, copy=False)
+    if dtype is not None:
+        activations = activations.astype(dtype, copy=False).astype(x.dtype, copy=False)
     outputs = block_products(activations, down).reshape(rows.shape)[places]  # [tokens, top_k + shared, hidden]
     outputs[:, : weights.shape[1]] *= weights[:, :, None]
     return _sum_in_order(outputs)
