@@ -278,7 +278,7 @@ def test_bench_step(told: Callable[..., tuple[list[list[str]], str, dict]]) -> N
     for row, one in zip(rows, steps, strict=True):
         floor = one.bytes / 4e6
         assert row[2:4] == [f"{floor:.2f}", f"{1 / floor:.2f}"]
-    assert record["settings"]["drafter"] == "PromptLookup()"
+    assert record["settings"]["drafter"].startswith("PromptLookup(")
     assert record["ceilings"] == {"read_gb_per_s": 4000.0, "bf16_tflop_per_s": None}
 
 

@@ -104,7 +104,7 @@ def _step(engine: Engine, count: int) -> Step:
 
     def verify() -> tuple[Array, Array]:
         logits, features = model.forward(tokens, parents, depths, cache, drafter.taps)
-        return features, choose_tokens(logits, cache.length, depths)
+        return features, choose_tokens(logits, cache.length, depths, rounds.sampling)
 
     pass_time = microseconds([verify])
     features, targets = verify()

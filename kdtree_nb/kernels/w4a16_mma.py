@@ -68,6 +68,10 @@ class Plan(NamedTuple):
     parts: int
     geometries: dict[float, tuple[int, ...]]
 
+    def geometry(self, rows: int) -> Geometry:
+        """The one for so many rows of x."""
+        return Geometry(self.parts, *next(cut for most, cut in self.geometries.items() if rows <= most))
+
 
 SHORT = Plan(8, {4: (1, 8, 5), 8: (2, 8, 4), 32: (2, 16, 4), inf: (2, 32, 3)})
 LONG = Plan(16, {4: (1, 8, 5), 16: (2, 8, 3), 32: (2, 16, 3), inf: (2, 32, 2)})
@@ -89,8 +93,7 @@ def plan_of(out_features: int, in_features: int) -> Plan:
 
 def geometry_of(rows: int, out_features: int, in_features: int) -> Geometry:
     """The plan's geometry for so many rows of x."""
-    plan = plan_of(out_features, in_features)
-    return Geometry(plan.parts, *next(cut for most, cut in plan.geometries.items() if rows <= most))
+    return plan_of(out_features, in_features).geometry(rows)
 
 
 def tile_weight(qweight: Array, scales: Array) -> TiledWeight:
