@@ -135,7 +135,10 @@ def test_recorded_rounds_are_bounded_by_their_bytes(on_a_gpu: Engine, monkeypatc
 @pytest.mark.parametrize("budget", [0, 3])
 @pytest.mark.parametrize("taps", [(), (0,)])
 def test_what_the_host_does_in_a_round_is_never_recorded(on_a_gpu: Engine, budget: int, taps: tuple[int, ...]) -> None:
-    """It drafts where there is a budget, and observes where it has taps: a recording would do neither."""
+    """It drafts where there is a budget, and observes where it has taps: a recording would do neither.
+
+    A pass that verifies what the host has drafted is recorded, and finds each round's tree in the same place.
+    """
 
     class OnTheHost(PromptLookup):
         def observe(self, features: np.ndarray) -> None:
@@ -143,13 +146,30 @@ def test_what_the_host_does_in_a_round_is_never_recorded(on_a_gpu: Engine, budge
 
     drafter = OnTheHost()
     drafter.taps = taps
+    prompt = np.array([5, 6, 7, 8, 5, 6, 7, 8, 5, 6], np.int32)  # there is something to look up
     with emulated():
-        of = Rounds(on_a_gpu.model, drafter, 100)
-        expected = text_of(on_a_gpu, Rounds(on_a_gpu.model, NO_DRAFTER, 100), "ar", Budget(0), 0, Sampling())
-        Recorded.made = 0
-        assert text_of(on_a_gpu, of, "ddtree", Budget(budget), 0, Sampling()) == expected
-    recorded = [key for key, graph in of._graphs.items() if graph]
-    assert recorded == ([] if taps or budget else [("verify", "ar", 1)])
+        of, plain = Rounds(on_a_gpu.model, drafter, 100), Rounds(on_a_gpu.model, NO_DRAFTER, 100)
+        expected = decode(plain, prompt, 20, "ar", Budget(0), Sampling()).tokens
+        for _ in range(3):
+            assert decode(of, prompt, 20, "ddtree", Budget(budget), Sampling()).tokens == expected
+    recorded = {key for key, graph in of._graphs.items() if graph}
+    assert all(key[0] == "verify" for key in recorded)
+    assert bool(recorded) == (not taps)
+    assert budget == 0 or taps or max(rows for _, _, rows, _ in recorded) > 1
+
+
+def test_a_budget_with_costs_is_recorded_before_the_text(on_a_gpu: Engine) -> None:
+    budget = Budget(8, np.linspace(1, 2, 9).astype(np.float32))
+    with emulated():
+        drafting, plain = Rounds(on_a_gpu.model, on_a_gpu.drafter, 100), Rounds(on_a_gpu.model, NO_DRAFTER, 100)
+        drafting.record("ddtree", budget)
+        made = Recorded.made
+        assert made > 1
+        drafting.record("ddtree", budget)
+        assert Recorded.made == made
+        for seed in range(4):
+            expected = text_of(on_a_gpu, plain, "ar", Budget(0), seed, Sampling())
+            assert text_of(on_a_gpu, drafting, "ddtree", budget, seed, Sampling()) == expected
 
 
 # ---- rounds that are launched before the last one was read -----------------------------------------------------------
@@ -292,11 +312,11 @@ def test_a_pass_has_the_size_that_pays_on_average(on_a_gpu: Engine) -> None:
             )
         return len(of._cut(tree, Budget(64, np.ones(65, np.float32)), fixed=True).tokens)
 
-    assert size_after() == 24
-    assert [size_after(nodes) for nodes in (1, 2, 5, 7, 8, 20, 64, 65)] == [1, 2, 6, 8, 8, 24, 65, 65]
-    assert size_after(*[8] * 9, 65) == 24  # not 65
-    assert size_after(*[8] * 9, 65, 8, 8) == 12
-    assert size_after(*[8] * 9, 65, 65, 65) == 48
+    assert size_after() == 25
+    assert [size_after(nodes) for nodes in (1, 2, 5, 7, 8, 20, 64, 65)] == [1, 2, 5, 9, 9, 17, 65, 65]
+    assert size_after(*[8] * 9, 65) == 25  # not 65
+    assert size_after(*[8] * 9, 65, 8, 8) == 9
+    assert size_after(*[8] * 9, 65, 65, 65) == 49
 
 
 class Late:

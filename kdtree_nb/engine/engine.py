@@ -210,6 +210,7 @@ class Engine:
                 budget = self._budget(node_budget, drafter)
             limit = min(max_new_tokens, self.capacity - len(token_ids))
             with self._rounds(drafter, len(token_ids) + limit + budget.nodes) as rounds:
+                rounds.record(decoder, budget)
                 sampling = Sampling(temperature, seed, top_k, top_p)
                 generation = decode(
                     rounds, token_ids, limit, decoder, budget, sampling, on_token, on_round, keep_logits

@@ -5,6 +5,7 @@ chosen, lies in buffers beside the cache; what changes is brought up to date by 
 has nothing to say in between: it launches, and reads what was committed afterwards.
 """
 
+import dataclasses
 import math
 from collections.abc import Callable, Hashable
 from typing import Any, NamedTuple, TypeVar
@@ -24,9 +25,9 @@ from kdtree_nb.kernels.tree_build import MAX_BUDGET, tree_build
 from kdtree_nb.reference.tree import DraftTree, check_marginals
 
 PREFILL_ROWS = 64
-PASSES = (1, 2, 4, 6, 8, 12, 16, 24, 32, 48, 65)
+PASSES = (1, 2, 3, 5, 9, 13, 17, 25, 33, 49, 65)
 """Rows of the passes that a budget with costs may choose on a GPU, which has a graph for each."""
-FIRST_PASS = 24
+FIRST_PASS = 25
 """The rows of a text's passes while nothing is known of it yet."""
 GRAPH_BYTES = 2**31
 """Of device memory that recorded rounds may hold when a text begins: with more, they are recorded anew."""
@@ -105,6 +106,7 @@ class Rounds:
         self._mailbox = Mailbox(self.device, 2 + 2 * (1 + MAX_BUDGET))
         self._paid = 0.0
         self._graphs: dict[Hashable, Graph | None] = {}  # None: has run once
+        self._places: dict[int, tuple[Array, ...]] = {}  # by rows: where a tree lies that was drafted on the host
 
     def begin(self, prompt: np.ndarray, limit: int, sampling: Sampling) -> None:
         """Start a text: all tokens of the prompt but the last are committed, a chunk of rows at a time."""
@@ -117,6 +119,18 @@ class Rounds:
         self.left[:] = limit
         self.sampling[:] = self.device.put(sampling.words())
         self._paid = 0.0
+
+    def record(self, decoder: str, budget: Budget) -> None:
+        """Record the passes among which a budget with costs chooses; a text would have to wait for each in its midst.
+
+        What these rounds leave behind is overwritten when a text begins.
+        """
+        if budget.costs is None or not self.unattended(True) or self._graphs.get(_draft_key(decoder, budget)):
+            return
+        for rows in sorted({min(rows, budget.nodes + 1) for rows in PASSES}):
+            for _ in range(3):  # the draft is recorded in the second round, and a pass only behind a recorded draft
+                self.cache.length[:], self._paid = 0, float(rows)
+                self.run(decoder, budget, [])
 
     def unattended(self, drafts: bool) -> bool:
         """Whether a round needs nothing of the host, so that it can be launched before the last one was read.
@@ -143,14 +157,15 @@ class Rounds:
         """
         drafts = decoder != "ar" and budget.nodes > 0
         fixed = self.unattended(drafts)
-        what = (decoder, budget.nodes, budget.costs is None) if drafts else ("ar",)
-        tree, max_path = self._alone, 1
+        tree, max_path, key = self._alone, 1, _draft_key(decoder, budget) if drafts else "alone"
         if drafts:
-            draft = ("draft", *what)
-            tree, max_path = self._do(draft, fixed, self._draft, decoder, budget, committed)
+            tree, max_path = self._do(key, fixed, self._draft, decoder, budget, committed)
             tree = self._cut(tree, budget, fixed)
-            fixed = self._graphs.get(draft) is not None  # else the next draft writes another tree, elsewhere
-        of = ("verify", *what, len(tree.tokens))
+            if fixed:
+                fixed = self._graphs.get(key) is not None  # else the next draft writes another tree, elsewhere
+            elif self.device.name == "cuda" and not self.drafter.taps:
+                tree, fixed = self._placed(tree), True
+        of = ("verify", key, len(tree.tokens), max_path)
         logits, report = self._do(of, fixed, self._verify, tree, max_path)
         return Outcome(tree, logits, self._mailbox.send(report))
 
@@ -196,12 +211,23 @@ class Rounds:
             return tree.first(tree.num_nodes)
         if budget.costs is None:
             return tree
-        if not fixed:
-            return tree.first(count_nodes(tree, self.device))
-        size = self._paid or FIRST_PASS
-        rows = slice(min(PASSES, key=lambda rows: max(rows / size, size / rows)))
-        columns = tree.tokens[rows], tree.parents[rows], tree.depths[rows], tree.scores[rows]
-        return DraftTree(*columns, num_nodes=tree.num_nodes)
+        if fixed:
+            size = self._paid or FIRST_PASS
+            rows = min(PASSES, key=lambda rows: max(rows / size, size / rows))
+        else:
+            nodes = count_nodes(tree, self.device)
+            rows = next(rows for rows in PASSES if rows >= nodes)
+        return dataclasses.replace(tree.first(rows), num_nodes=tree.num_nodes)
+
+    def _placed(self, tree: DraftTree) -> DraftTree:
+        """A tree that the host has drafted, where the recorded pass of its size looks for it."""
+        rows, columns = len(tree.tokens), (tree.tokens, tree.parents, tree.depths, tree.scores)
+        if rows not in self._places:
+            self._places[rows] = *(column.copy() for column in columns), self.device.xp.zeros(1, np.int32)
+        place = self._places[rows]
+        for to, of in zip(place, (*columns, tree.num_nodes), strict=True):
+            to[:] = of
+        return DraftTree(*place)
 
     def _verify(self, tree: DraftTree, max_path: int) -> tuple[Array, Array]:
         """One target forward over a tree: its logits, and what was accepted and committed.
@@ -254,6 +280,11 @@ def checked(proposal: Proposal, vocab_size: int) -> Proposal:
             f"expected 0 to {vocab_size - 1}, the target's vocabulary"
         )
     return Proposal(log_probs, np.where(possible, token_ids, 0).astype(np.int32), children)
+
+
+def _draft_key(decoder: str, budget: Budget) -> Hashable:
+    """Of what a recorded draft depends on."""
+    return decoder, budget.nodes, budget.costs is None
 
 
 def count_nodes(tree: DraftTree, device: Device) -> int:
