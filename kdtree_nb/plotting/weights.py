@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 from matplotlib.axes import Axes
+from matplotlib.ticker import LogLocator
 
 from kdtree_nb.plotting.style import ACCENTS, INK, clean, colors
 
@@ -97,7 +98,8 @@ def floors(
     ticks = 2 ** np.arange(int(np.log2(rows[-1])) + 1)
     axes.set_xticks(ticks, map(str, ticks), minor=False)
     axes.set_xticks([], minor=True)
-    axes.set_yticks(times := [1, 2, 5, 10, 20, 50, 100, 200], map(str, times))
+    axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    axes.yaxis.set_major_formatter(lambda time, _: f"{time:,g}")
     axes.set_yticks([], minor=True)
     axes.set(xlabel="rows")
     axes.legend(fontsize="small", frameon=False, loc="center left", bbox_to_anchor=(1, 0.5))
