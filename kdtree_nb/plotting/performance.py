@@ -7,7 +7,7 @@ import numpy as np
 from matplotlib.axes import Axes
 
 from kdtree_nb.plotting.basic import shares
-from kdtree_nb.plotting.style import ACCENTS, INK, QUIET, clean, colors
+from kdtree_nb.plotting.style import ACCENTS, INK, QUIET, clean, colors, plain_numbers
 
 
 def roofline(
@@ -49,7 +49,15 @@ def round_timeline(axes: Axes, parts: Mapping[str, Mapping[str, float]], whole: 
     """
     shares(axes, parts, "µs")
     axes.plot(whole, range(len(whole)), "|", color=INK, ms=26, mew=2, label="the whole round")
-    axes.legend(fontsize="small", ncols=6, loc="lower center", bbox_to_anchor=(0.5, 1), frameon=False)
+    columns = len(axes.containers) + 1
+    axes.legend(
+        fontsize="small",
+        ncols=columns,
+        markerscale=0.4,
+        frameon=False,
+        loc="lower center",
+        bbox_to_anchor=(0.5, 1),
+    )
     return axes
 
 
@@ -64,15 +72,14 @@ def waterfall(axes: Axes, labels: Sequence[str], values: Sequence[float]) -> Axe
         Smaller is better; above each bar stands the factor gained, below 1 if it was lost.
     """
     base = min(values) / 2
-    axes.bar(0, values[0] - base, bottom=base, color=QUIET, width=0.7)
-    axes.annotate(f"{values[0]:.3g}", (0, values[0]), xytext=(0, 3), textcoords="offset points", ha="center", size=9)
-    for step, (before, after) in enumerate(itertools.pairwise(values), start=1):
-        color = ACCENTS[2] if after <= before else ACCENTS[1]
-        axes.bar(step, before - after, bottom=after, color=color, width=0.7)
-        axes.hlines([before, after], [step - 1, step], step + 0.35, color=INK, lw=0.8)
+    tops = [f"{values[0]:.3g}"] + [f"×{before / after:.2f}" for before, after in itertools.pairwise(values)]
+    for step, (before, after, text) in enumerate(zip([base, *values], values, tops, strict=False)):
+        color = QUIET if step == 0 else ACCENTS[2] if after <= before else ACCENTS[1]
+        axes.bar(step, before - after, bottom=after, color=color, edgecolor=color, width=0.7)
+        axes.hlines(after, step + 0.35, step + 0.65, color=INK, lw=0.8)
         at = step, max(before, after)
-        text = f"×{before / after:.2f}"
         axes.annotate(text, at, xytext=(0, 3), textcoords="offset points", ha="center", size=9)
-    axes.set(yscale="log", ylim=(base, 1.6 * max(values)), xlim=(-0.6, len(values) - 0.4))
+    axes.set(yscale="log", ylim=(base, 1.6 * max(values)), xlim=(-0.6, len(values) - 0.6))
     axes.set_xticks(range(len(labels)), labels)
+    plain_numbers(axes.yaxis)
     return clean(axes)
