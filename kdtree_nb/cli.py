@@ -13,7 +13,7 @@ from rich.markup import escape
 from rich.table import Column, Table
 
 from kdtree_nb.bench.commands import bench
-from kdtree_nb.console import BUDGET, Device, JsonFile, err, node_budget_of, out
+from kdtree_nb.console import BUDGET, Device, Dtype, JsonFile, err, node_budget_of, out
 from kdtree_nb.golden import folder
 from kdtree_nb.kernels.emulator.build import KernelError
 from kdtree_nb.kernels.nvrtc import NvrtcError
@@ -78,6 +78,7 @@ def verify(
         int | None, typer.Option(min=2, help="Of each held-out text; by default 500, emulated 24.")
     ] = None,
     json_file: JsonFile = None,
+    dtype: Dtype = "float32",
     soak_rounds: Annotated[int, typer.Option("--soak", help="Then run this many rounds of random trees.")] = 0,
     show: Annotated[bool, typer.Option("--show", help="Print what golden/measurements/ records, and stop.")] = False,
 ) -> None:
@@ -90,11 +91,11 @@ def verify(
             out.print(escape(line), soft_wrap=True)
         return
     lines: list[str] = []
-    passed = _verify(golden, device, tokens, lines)
+    passed = _verify(golden, device, tokens, lines, dtype)
     if soak_rounds:
-        passed &= _soak(golden, device, soak_rounds, lines)
+        passed &= _soak(golden, device, soak_rounds, lines, dtype)
     if json_file is not None:
-        record(json_file, device, lines, passed=passed)
+        record(json_file, device, lines, dtype=dtype, passed=passed)
     if not passed:
         raise typer.Exit(1)
 
@@ -119,6 +120,7 @@ def generate(
     chat: Annotated[bool, typer.Option("--chat", help="The prompt is a message, put into the chat template.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of the text.")] = False,
     device: Device = "auto",
+    dtype: Dtype = "float32",
 ) -> None:
     """Continue a prompt. The text goes to standard output as it comes, the statistics to standard error."""
     from tokenizers.decoders import DecodeStream
@@ -129,7 +131,7 @@ def generate(
 
     text = _prompt(prompt, prompt_file)
     path = None if drafter == "lookup" else drafter
-    engine = Engine.load(bundle or trained_bundle(folder()), device, drafter=path)
+    engine = Engine.load(bundle or trained_bundle(folder()), device, drafter=path, dtype=dtype)
     if engine.device.name == "cuda" and engine.bundle.nbytes >= LONG_TO_LOAD:
         with _bytes_bar("loading") as progress:
             engine.preload(progress)
@@ -161,6 +163,7 @@ def generate(
             "decoder": decoder,
             "node_budget": node_budget,
             "drafter": type(drafts).__name__,
+            "dtype": dtype,
             "temperature": temperature,
             "seed": seed,
             "top_k": top_k,
@@ -286,12 +289,18 @@ def main() -> NoReturn:
     sys.exit(0)
 
 
-def _verify(golden: Path, device: str, new_tokens: int | None, lines: list[str] | None = None) -> bool:
+def _verify(
+    golden: Path, device: str, new_tokens: int | None, lines: list[str] | None = None, dtype: str = "float32"
+) -> bool:
     from kdtree_nb.verify import verify as run_checks
 
     passed, current = True, None
     with err.status("verify") as status:
-        for path, check in run_checks(golden, device, new_tokens, lambda doing: status.update(escape(doing))):
+
+        def doing(what: str) -> None:
+            status.update(escape(what))
+
+        for path, check in run_checks(golden, device, new_tokens, doing, dtype):
             status.stop()  # it would send what is printed to standard error
             if path != current:
                 out.print(f"[bold]{escape(path.name)}[/bold]")
@@ -304,14 +313,15 @@ def _verify(golden: Path, device: str, new_tokens: int | None, lines: list[str] 
     return passed
 
 
-def _soak(golden: Path, device: str, rounds: int, lines: list[str]) -> bool:
+def _soak(golden: Path, device: str, rounds: int, lines: list[str], dtype: str) -> bool:
     from kdtree_nb.engine import Engine
     from kdtree_nb.golden import bundle_of, golden_files
     from kdtree_nb.soak import soak
 
     path = bundle_of(golden_files(golden)[-1])
     with err.status("soak") as status:
-        found = soak(Engine.load(path, device), rounds, progress=lambda done: status.update(f"soak: {done}/{rounds}"))
+        engine = Engine.load(path, device, dtype=dtype)
+        found = soak(engine, rounds, progress=lambda done: status.update(f"soak: {done}/{rounds}"))
     passed = not found.mismatches and found.shortened > 0 and found.bytes_after <= found.bytes_before
     line = (
         f"{'PASS' if passed else 'FAIL'}  soak          {found.rounds} rounds of {found.texts} texts, "

@@ -159,6 +159,18 @@ def test_verify_passes(run: Callable[..., Ran], tmp_path: Path) -> None:
     ]
 
 
+def test_verify_in_bfloat16_has_lines_of_its_own(run: Callable[..., Ran], tmp_path: Path) -> None:
+    shutil.copy(TINY / "tiny-int4.kdtr", tmp_path)
+    save_cases(tmp_path / f"tiny-int4{golden.SUFFIX}", load_cases(TINY / f"tiny-int4{golden.SUFFIX}")[:1])
+    file = tmp_path / "recorded.json"
+    shown = run("verify", "--golden", tmp_path, "--device", "cpu", "--dtype", "bfloat16", "--json", file)
+    assert (shown.code, shown.err) == (0, "")
+    names = [line.split()[1] for line in shown.out.splitlines()[1:]]
+    assert names == ["bundle", "model_ar_bf16", "model_chain_bf16", "model_ddtree_bf16"]
+    assert json.loads(file.read_text())["dtype"] == "bfloat16"
+    assert_one_line(run("verify", "--golden", tmp_path, "--dtype", "half"), "dtype='half', expected one of float32, ")
+
+
 def test_verify_fails(run: Callable[..., Ran], tmp_path: Path) -> None:
     shutil.copy(TINY / "tiny-int4.kdtr", tmp_path)
     case = load_cases(TINY / f"tiny-int4{golden.SUFFIX}")[0]
@@ -266,6 +278,16 @@ def test_what_shapes_a_sample_reaches_the_engine(run: Callable[..., Ran], model:
         expected = engine.generate("a", max_new_tokens=8, temperature=1.0, seed=7, **cut).tokens
         assert shown["tokens"] == expected != sampled
         assert {"top_k": shown["top_k"], "top_p": shown["top_p"]} == {"top_k": 0, "top_p": 1.0} | cut
+
+
+def test_the_dtype_reaches_the_engine(run: Callable[..., Ran], model: Built) -> None:
+    told = {}
+    for dtype in ("float32", "bfloat16"):
+        options = ["--prompt", "a", "--max-new-tokens", 80, "--dtype", dtype, "--device", "cpu", "--json"]
+        told[dtype] = json.loads(run("generate", "--bundle", model.path, *options).out)
+        expected = Engine.load(model.path, "cpu", dtype=dtype).generate("a", max_new_tokens=80)
+        assert (told[dtype]["tokens"], told[dtype]["dtype"]) == (expected.tokens, dtype)
+    assert told["float32"]["tokens"] != told["bfloat16"]["tokens"]  # a random model's margins are narrow
 
 
 def test_the_drafter_beside_the_bundle_another_one_or_none(run: Callable[..., Ran], tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ from builders import build, tiny_config
 from helpers import assert_same_bits
 from hypothesis import given
 from hypothesis import strategies as st
+from ml_dtypes import bfloat16
 
 from kdtree_nb.bundle import Bundle, BundleError
 from kdtree_nb.engine.cache import LatentCache
@@ -147,13 +148,15 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "no shared expert, all layers sparse": {"n_shared_experts": 0, "first_k_dense_replace": 0},
     "a tied head, all layers dense": {"tie_word_embeddings": True, "first_k_dense_replace": 2},
 }
+SIZES = dict(kv_lora_rank=32, qk_nope_head_dim=16, qk_rope_head_dim=16, v_head_dim=16)
+"""Multiples of 16, as the kernels of tensor cores have them."""
 
 
 def run(model: Model, device: Device) -> np.ndarray:
     """Logits of five tokens, by the kernels in the emulator."""
     chain = np.array([3, 1, 4, 1, 5], np.int32), np.arange(-1, 4, dtype=np.int32), np.arange(5, dtype=np.int32)
     with emulated():
-        return model.forward(*chain, LatentCache(model.config, 8, device)).logits
+        return model.forward(*chain, LatentCache(model.config, 8, device, model.weights.dtype)).logits
 
 
 @pytest.mark.parametrize("ahead", [True, False], ids=["preload", "at first use"])
@@ -177,4 +180,20 @@ def test_the_same_logits_and_after_preload_nothing_is_read(
         assert steps == sorted(steps)
         for reader in ("__getitem__", "read_into", "weight"):
             monkeypatch.setattr(bundle.__class__, reader, None)  # whoever calls it fails
+    assert_same_bits(run(model, gpu), expected)
+
+
+@pytest.mark.parametrize("ahead", [True, False], ids=["preload", "at first use"])
+@pytest.mark.parametrize("storage", ["float32", "bfloat16", "int4"])
+@pytest.mark.usefixtures("late")
+def test_for_tensor_cores_weights_are_arranged_when_their_bytes_are_there(
+    tmp_path: Path, gpu: Device, storage: str, ahead: bool
+) -> None:
+    config = tiny_config(**SIZES)
+    bundle = Bundle.open(build(tmp_path / "a.kdtr", config, storage=storage).path)
+    host = Device.named("emulated")
+    expected = run(Model(config, Weights(bundle, host, bfloat16), host, 64), host)
+    model = Model(config, Weights(bundle, gpu, bfloat16), gpu, 64)
+    if ahead:
+        model.preload()
     assert_same_bits(run(model, gpu), expected)

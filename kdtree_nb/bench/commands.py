@@ -29,7 +29,8 @@ def bench_resources(
     table = Table(Column("kernel", no_wrap=True), *ARCHS, title="registers / spilled bytes / shared bytes")
     for kernel in dict.fromkeys(row.kernel for row in rows):
         used = {row.arch: row.used for row in rows if row.kernel == kernel}
-        table.add_row(kernel, *(f"{used[a].registers} / {used[a].spills} / {used[a].shared:,}" for a in ARCHS))
+        columns = (used.get(arch) for arch in ARCHS)
+        table.add_row(kernel, *(f"{u.registers} / {u.spills} / {u.shared:,}" if u else "" for u in columns))
     out.print(table)
     if json_file is not None:
         json_file.write_text(json.dumps([row._asdict() | {"used": vars(row.used)} for row in rows], indent=1) + "\n")

@@ -8,14 +8,13 @@ import typer
 from rich.table import Table
 
 from kdtree_nb.bench.shown import Peers, missing, show, time_cell, tracked
-from kdtree_nb.console import BUDGET, Device, JsonFile, err, node_budget_of, out
+from kdtree_nb.console import BUDGET, Device, Dtype, JsonFile, err, node_budget_of, out
 from kdtree_nb.golden import folder
 
 if TYPE_CHECKING:
     from kdtree_nb.bench.floors import Measured
 
 BundleFile = Annotated[Path | None, typer.Option("--bundle", help="By default the repository's trained model.")]
-Dtype = Annotated[str, typer.Option(help="float32 or bfloat16: what the engine computes in.")]
 
 
 def bench_acceptance(
@@ -80,13 +79,12 @@ def bench_step(bundle: BundleFile = None, dtype: Dtype = "float32", json_file: J
     """A round of the engine by rows: its pass beside the cost model's floor, and where the rest of its time goes."""
     from kdtree_nb.bench import step
     from kdtree_nb.bench.ceilings import ceilings
-    from kdtree_nb.bench.engines import computing_in
     from kdtree_nb.demo import trained_bundle
     from kdtree_nb.engine import Engine
     from kdtree_nb.record import record
 
     limits = ceilings()
-    engine = Engine.load(bundle or trained_bundle(folder()), "cuda", **computing_in(dtype))
+    engine = Engine.load(bundle or trained_bundle(folder()), "cuda", dtype=dtype)
     engine.preload()
     found = tracked(step.measure(engine, step.ROWS), len(step.ROWS))
     title = f"a round, in µs; floor: {engine.bundle.path.name}'s bytes at {limits.read_gb_per_s:,.0f} GB/s"
@@ -115,7 +113,6 @@ def bench_model(
     from kdtree_nb.bench import layer as layers
     from kdtree_nb.bench import model
     from kdtree_nb.bench.ceilings import ceilings
-    from kdtree_nb.bench.engines import computing_in
     from kdtree_nb.demo import trained_bundle
     from kdtree_nb.engine import Engine
     from kdtree_nb.record import record
@@ -125,7 +122,7 @@ def bench_model(
     lacking = missing(with_peers, "transformers", "torch", "transformers")
     limits = ceilings()
     before = model.memory_held()
-    engine = Engine.load(bundle or trained_bundle(folder()), "cuda", **computing_in(dtype))
+    engine = Engine.load(bundle or trained_bundle(folder()), "cuda", dtype=dtype)
     engine.preload()
     prompt = model.prompt_length(prompt_tokens, engine.capacity)
     runs = tracked(model.measure(engine, prompt), len(model.WAYS))

@@ -1,7 +1,6 @@
 """The engine that is measured: what it continues, and the bytes that one of its passes cannot do without."""
 
 from collections.abc import Mapping
-from typing import Any
 
 import numpy as np
 
@@ -14,11 +13,6 @@ from kdtree_nb.quantization import routed_experts
 CACHE_ELEMENT = {"float32": 4, "bfloat16": 2}
 """Bytes of a value of the latent cache, by what the engine computes in."""
 EMBEDDING = "model.embed_tokens"
-
-
-def computing_in(dtype: str) -> dict[str, Any]:
-    """The engine's option for a dtype; float32 is what it computes in without one."""
-    return {} if dtype == "float32" else {"dtype": dtype}
 
 
 def prompt_of(engine: Engine, tokens: int) -> np.ndarray:

@@ -8,7 +8,7 @@ from types import MappingProxyType
 
 import numpy as np
 
-from kdtree_nb.bench.engines import computing_in, pass_bytes
+from kdtree_nb.bench.engines import pass_bytes
 from kdtree_nb.bench.floors import Measured
 from kdtree_nb.bench.inputs import random_tree
 from kdtree_nb.bench.timing import microseconds, require_gpu
@@ -148,7 +148,7 @@ def measure(name: str, rows: Sequence[int], dtype: str, context: int = CONTEXT) 
     config, device, random = config_of(name), Device.named("cuda"), np.random.default_rng(0)
     bundle = RandomBundle(config)
     capacity = context + max(rows)
-    engine = Engine(bundle, None, capacity, device, **computing_in(dtype))
+    engine = Engine(bundle, None, capacity, device, dtype)
     engine.preload()
     model, cache = engine.model, Rounds(engine.model, NO_DRAFTER, capacity).cache
     with device.running():

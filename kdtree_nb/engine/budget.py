@@ -52,7 +52,8 @@ def round_costs(model: Model, drafter: Drafter, capacity: int) -> np.ndarray:
         Never descending.
     """
     most = most_nodes(capacity)
-    described = json.dumps([machine(model.device), repr(model.config), model.weights.kinds(), repr(drafter), most])
+    weights = [model.weights.kinds(), model.weights.dtype.name]
+    described = json.dumps([machine(model.device), repr(model.config), *weights, repr(drafter), most])
     file = cache_folder("costs") / f"{hashlib.sha256(described.encode()).hexdigest()[:24]}.json"
     try:
         found = json.loads(file.read_text(encoding="utf-8"))

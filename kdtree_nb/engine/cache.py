@@ -1,5 +1,7 @@
 """The latent cache: all that MLA keeps of a token, kv_lora + rope values a layer."""
 
+from typing import Any
+
 import numpy as np
 
 from kdtree_nb.config import ModelConfig
@@ -15,17 +17,18 @@ class LatentCache:
     ----------
     capacity : int
         Rows a layer: the longest sequence plus the largest tree.
+    dtype : float32 or bfloat16
 
     Attributes
     ----------
-    rows : float32 [layers, capacity, kv_lora + rope]
+    rows : dtype [layers, capacity, kv_lora + rope]
     length : int32 [1]
         Committed rows, counted where the rows are; a tree's node i lies in row ``length + i``.
     """
 
-    def __init__(self, config: ModelConfig, capacity: int, device: Device) -> None:
+    def __init__(self, config: ModelConfig, capacity: int, device: Device, dtype: Any = np.float32) -> None:
         shape = (config.num_hidden_layers, capacity, config.latent_dim)
-        self.rows: Array = device.xp.zeros(shape, np.float32)
+        self.rows: Array = device.zeros(shape, dtype)
         self.length: Array = device.xp.zeros(1, np.int32)
 
     def commit(self, path: Array, length: Array) -> None:

@@ -8,10 +8,9 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
 import numpy as np
-from ml_dtypes import bfloat16
 
 from kdtree_nb.engine.graph import bytes_of_graphs
-from kdtree_nb.kernels.launch import Array, emulated
+from kdtree_nb.kernels.launch import Array, emulated, stored_as
 
 DEVICES = ("auto", "cuda", "cpu", "emulated")
 
@@ -78,11 +77,15 @@ class Device(NamedTuple):
         """A host array on this device; CuPy has no bfloat16, there its bits travel as uint16."""
         if self.xp is np:
             return array if array.ctypes.data % 16 == 0 else array.copy()  # kernels load 16 bytes at a time
-        return self.xp.asarray(array.view(np.uint16) if array.dtype == bfloat16 else array)
+        return self.xp.asarray(array.view(stored_as(self.xp, array.dtype)))
 
-    def empty(self, shape: tuple[int, ...], dtype: np.dtype) -> Array:
+    def empty(self, shape: tuple[int, ...], dtype: Any) -> Array:
         """Memory on this device for an array that :meth:`put` would bring."""
-        return self.xp.empty(shape, np.uint16 if dtype == bfloat16 else dtype)
+        return self.xp.empty(shape, stored_as(self.xp, dtype))
+
+    def zeros(self, shape: tuple[int, ...], dtype: Any) -> Array:
+        """The same, filled with zeros."""
+        return self.xp.zeros(shape, stored_as(self.xp, dtype))
 
     def wait(self) -> None:
         """Return when everything that was asked of the device is done."""
@@ -94,10 +97,10 @@ class Device(NamedTuple):
         return array if self.xp is np else self.xp.asnumpy(array)
 
     def float32(self, array: Array) -> Array:
-        """A float array of :meth:`put` as float32."""
+        """A float array of :meth:`put` as float32; itself, if it is."""
         if array.dtype == np.uint16:
             return (array.astype(np.uint32) << 16).view(np.float32)
-        return array.astype(np.float32)
+        return array.astype(np.float32, copy=False)
 
     def bytes_held(self) -> int:
         """Bytes that live arrays and recorded graphs hold on a GPU; 0 on a CPU."""

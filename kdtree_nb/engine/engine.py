@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
+from ml_dtypes import bfloat16
 
 from kdtree_nb.bundle import Bundle
 from kdtree_nb.bundle.format import DRAFTER_SUFFIX, INDEX_SUFFIX, SUFFIX
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
 _SURROGATE = re.compile("[\ud800-\udfff]")  # what undecodable bytes of a command line become
+DTYPES = {"float32": np.dtype(np.float32), "bfloat16": np.dtype(bfloat16)}
 MAX_NODE_BUDGET = MAX_BUDGET
 LONGEST_BY_DEFAULT = 2**18
 """A bundle may claim any length, and tables are made for all of it."""
@@ -43,18 +45,23 @@ class Engine:
 
     Attributes
     ----------
+    dtype : {"float32", "bfloat16"}
+        As it was loaded.
     drafter : Drafter
         What :meth:`generate` drafts with by default: the trained one, or prompt look-up where there is none.
     """
 
-    def __init__(self, bundle: Bundle, drafter: Bundle | None, capacity: int, device: Device) -> None:
+    def __init__(
+        self, bundle: Bundle, drafter: Bundle | None, capacity: int, device: Device, dtype: str = "float32"
+    ) -> None:
         if not isinstance(bundle.config, ModelConfig):
             raise ValueError(f"{bundle.path} holds a drafter, expected the model that it drafts for")
         self.bundle = bundle
         self.config = bundle.config
         self.capacity = capacity
         self.device = device
-        self.model = Model(bundle.config, Weights(bundle, device), device, capacity)
+        self.dtype = dtype
+        self.model = Model(bundle.config, Weights(bundle, device, DTYPES[dtype]), device, capacity)
         self.drafter = PromptLookup() if drafter is None else DFlash(drafter, self.model, device, capacity)
         self._kept: list[Rounds] = []  # the last used last
         self._tokenizer: Tokenizer | None = None
@@ -66,6 +73,7 @@ class Engine:
         device: str = "auto",
         capacity: int | None = None,
         drafter: str | Path | None = None,
+        dtype: str = "float32",
     ) -> "Engine":
         """Open a KDTR bundle, and its drafter.
 
@@ -81,12 +89,18 @@ class Engine:
         drafter : path, optional
             The bundle of a trained drafter; by default ``NAME.drafter.kdtr`` beside ``NAME.kdtr``, where there is one.
 
+        dtype : {"float32", "bfloat16"}
+            What the model multiplies: float32 exactly as stored, or bfloat16 on tensor cores, summed in float32, with
+            a cache of bfloat16. A drafter of its own keeps float32.
+
         Raises
         ------
         BundleError
             If the bundle is malformed.
         """
         chosen = Device.named(device)
+        if dtype not in DTYPES:
+            raise ValueError(f"Engine.load: dtype={dtype!r}, expected one of {', '.join(DTYPES)}")
         bundle = Bundle.open(path)
         longest = bundle.config.max_position_embeddings
         capacity = min(longest, LONGEST_BY_DEFAULT) if capacity is None else capacity
@@ -96,7 +110,7 @@ class Engine:
             name = bundle.path.name.removesuffix(INDEX_SUFFIX).removesuffix(SUFFIX)
             beside = find(bundle.path.with_name(name + DRAFTER_SUFFIX))
             drafter = beside if beside.exists() else None
-        return cls(bundle, None if drafter is None else Bundle.open(drafter), capacity, chosen)
+        return cls(bundle, None if drafter is None else Bundle.open(drafter), capacity, chosen, dtype)
 
     def preload(self, progress: Callable[[int, int], None] | None = None) -> None:
         """Bring all of the model's weights to the GPU now, in one upload; without it, each comes at its first use.

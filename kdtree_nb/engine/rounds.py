@@ -97,7 +97,7 @@ class Rounds:
     def __init__(self, model: Model, drafter: Drafter, rows: int) -> None:
         self.model, self.device = model, model.device
         self.rows = rows
-        self.cache = LatentCache(model.config, rows, model.device)
+        self.cache = LatentCache(model.config, rows, model.device, model.weights.dtype)
         self.of, self.drafter = drafter, drafter.start(self.cache)
         xp = self.device.xp
         self.root, self.left, self.sampling = xp.zeros(1, np.int32), xp.zeros(1, np.int32), xp.zeros(WORDS, np.uint64)

@@ -2,17 +2,25 @@
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from typing import Any
 
 import numpy as np
+from ml_dtypes import bfloat16
 
 from kdtree_nb.bundle import Bundle
 from kdtree_nb.bundle.format import DTYPES
+from kdtree_nb.config import ModelConfig
 from kdtree_nb.engine.device import Device
 from kdtree_nb.engine.upload import Piece, upload
 from kdtree_nb.kernels.dense_gemm import dense_gemm
+from kdtree_nb.kernels.dense_mma import dense_mma
 from kdtree_nb.kernels.launch import Array, address_of, array_module, runs_cuda
-from kdtree_nb.kernels.moe import Experts
+from kdtree_nb.kernels.moe import Experts, moe
+from kdtree_nb.kernels.moe_mma import TiledExperts, moe_mma, tile_experts
+from kdtree_nb.kernels.to_bfloat16 import to_bfloat16
 from kdtree_nb.kernels.w4a16_gemm import w4a16_gemm
+from kdtree_nb.kernels.w4a16_mma import tile_weight, w4a16_mma
 from kdtree_nb.reference.linear import COLUMNS, Tiles, linear, tile
 
 
@@ -23,15 +31,24 @@ class Weights:
     dequantised, once, when it first meets an input, and experts that no token chose stay on the disk.
 
     A GPU gets the stored bytes by :func:`~kdtree_nb.engine.upload.upload`, straight into the arrays that kernels read.
+
+    Parameters
+    ----------
+    dtype : float32 or bfloat16
+        What enters a product. With bfloat16, floats and scales are rounded when they are loaded and inputs where they
+        are not yet, sums are float32, and the kernels are those of tensor cores; NumPy rounds in the same places.
     """
 
-    def __init__(self, bundle: Bundle, device: Device) -> None:
+    def __init__(self, bundle: Bundle, device: Device, dtype: Any = np.float32) -> None:
         self._bundle = bundle
         self._device = device
+        self.dtype = np.dtype(dtype)
+        self._narrow = self.dtype == bfloat16
         self._vectors: dict[str, Array] = {}
-        self._stored: dict[tuple[str, ...], tuple[Array, ...]] = {}
+        self._stored: dict[tuple[str, ...], tuple[Any, ...]] = {}
         self._tiles: dict[tuple[str, ...], Tiles] = {}
-        self._experts: dict[str, tuple[Experts, Experts]] = {}
+        self._expert_tiles: dict[tuple[str, int], tuple[Tiles, Tiles]] = {}
+        self._experts: dict[str, tuple[Any, Any]] = {}
         self._awaited: list[Piece] | None = None  # within preload: what its one upload will bring
 
     def preload(
@@ -44,6 +61,7 @@ class Weights:
 
         ``progress`` is called with the bytes sent so far and the bytes of all.
         """
+        known = {*self._stored, *self._experts}
         self._awaited = []
         try:
             for names in products:
@@ -53,6 +71,10 @@ class Weights:
             for at, count in experts:
                 self.experts(at, count)
             self._send(self._awaited, progress)
+            for names in self._stored.keys() - known:
+                self._stored[names] = self._arranged(*self._stored[names])
+            for at in self._experts.keys() - known:
+                self._experts[at] = self._arranged_experts(*self._experts[at])
         except BaseException:  # arrays whose bytes have not come must not be found
             self._stored.clear()
             self._experts.clear()
@@ -69,7 +91,7 @@ class Weights:
 
         Parameters
         ----------
-        x : float32 [tokens, in]
+        x : float32 or bfloat16 [tokens, in]
         names : weights
             Several give their outputs side by side, from a single product.
 
@@ -77,34 +99,67 @@ class Weights:
         -------
         float32 [tokens, out]
         """
+        x = self._entering(x)
         if not runs_cuda(x):
-            return linear(x, self._tiled(names))
+            return linear(self._device.float32(x), self._tiled(names))
         packed = [self._is_packed(name) for name in names]
-        if all(packed):
-            return w4a16_gemm(x, *self._on_device(names, ".qw", ".sc"))
-        if any(packed):
+        if any(packed) and not all(packed):
             return joined(*(self.linear(x, name) for name in names))
-        return dense_gemm(x, *self._on_device(names, ""))
+        if all(packed):
+            return (w4a16_mma if self._narrow else w4a16_gemm)(x, *self._on_device(names, ".qw", ".sc"))
+        return (dense_mma if self._narrow else dense_gemm)(x, *self._on_device(names, ""))
 
-    def heads(self, x: Array, weight: Array | Tiles) -> Array:
-        """Each head's product: float32 [tokens, heads, in] with a weight of :meth:`stack` to [tokens, heads, out]."""
-        by_head = x.swapaxes(0, 1)
-        return (linear(by_head, weight) if isinstance(weight, Tiles) else dense_gemm(by_head, weight)).swapaxes(0, 1)
+    def heads(self, x: Array, weight: Array | Tiles, out: Array) -> None:
+        """Each head's product with a weight of :meth:`stack`: dtype [tokens, heads, in] to out, dtype [.., .., out]."""
+        by_head, result = x.swapaxes(0, 1), out.swapaxes(0, 1)
+        if isinstance(weight, Tiles):
+            result[...] = linear(self._device.float32(by_head), weight)
+        else:
+            (dense_mma if self._narrow else dense_gemm)(by_head, weight, result)
 
     def stack(self, matrices: Array) -> Array | Tiles:
         """Matrices of :meth:`matrix`, float32 [heads, out, in], laid out for :meth:`heads`."""
         if self._device.name == "cpu":
             return tile(matrices)
-        return self._device.put(self._device.xp.ascontiguousarray(matrices))
+        return self._device.put(self._entering(self._device.xp.ascontiguousarray(matrices)))
 
-    def experts(self, at: str, count: int) -> tuple[Experts, Experts]:
+    def moe(self, x: Array, expert_ids: Array, weights: Array, at: str, count: int) -> Array:
+        """The weighted sum of each token's experts below ``at``, by the kernels: dtype [tokens, hidden] to float32.
+
+        Experts that are not all INT4 have no kernel for tensor cores: the exact one takes what is rounded.
+        """
+        gate_up, down = self.experts(at, count)
+        if isinstance(gate_up, TiledExperts):
+            return moe_mma(x, expert_ids, weights, gate_up, down)
+        return moe(self._device.float32(x), expert_ids, weights, gate_up, down)
+
+    def experts(self, at: str, count: int) -> tuple[Any, Any]:
         """The gate-and-up and the down projections of all experts below ``at``, for the kernels."""
         if at not in self._experts:
-            self._experts[at] = (
-                self._stacked([[f"{at}.{e}.gate_proj", f"{at}.{e}.up_proj"] for e in range(count)]),
-                self._stacked([[f"{at}.{e}.down_proj"] for e in range(count)]),
-            )
+            gate_up = self._stacked([[f"{at}.{e}.gate_proj", f"{at}.{e}.up_proj"] for e in range(count)])
+            down = self._stacked([[f"{at}.{e}.down_proj"] for e in range(count)])
+            stored = gate_up, down
+            self._experts[at] = self._arranged_experts(*stored) if self._awaited is None else stored
         return self._experts[at]
+
+    def expert_tiles(self, at: str, config: ModelConfig) -> Callable[[int], tuple[Tiles, Tiles]]:
+        """From an expert's id to its gate-and-up and its down projection, for the CPU; shared ones follow the routed.
+
+        A checkpoint holds all shared experts of a layer as one that is as wide as they are together.
+        """
+
+        def tiles_of(expert: int) -> tuple[Tiles, Tiles]:
+            if (at, expert) not in self._expert_tiles:
+                shared = expert - config.n_routed_experts
+                name = f"{at}.shared_experts" if shared >= 0 else f"{at}.experts.{expert}"
+                width = config.moe_intermediate_size
+                own = slice(shared * width, (shared + 1) * width) if shared >= 0 else slice(None)
+                gate, up = (self.matrix(f"{name}.{which}_proj")[own] for which in ("gate", "up"))
+                down = self.matrix(f"{name}.down_proj")[:, own]
+                self._expert_tiles[at, expert] = tile(np.concatenate([gate, up])), tile(down)
+            return self._expert_tiles[at, expert]
+
+        return tiles_of
 
     def matrix(self, name: str) -> Array:
         """A float weight as float32 [out, in]; not kept, for those that re-arrange it."""
@@ -132,17 +187,42 @@ class Weights:
         return f"{name}.qw" in self._bundle
 
     def _on_host(self, name: str) -> np.ndarray:
-        return self._bundle.weight(name).astype(np.float32, copy=False)
+        if self._narrow and self._is_packed(name):
+            stored = self._bundle.quantized(name)
+            return replace(stored, scales=self._entering(stored.scales)).dequantized
+        return self._entering(self._bundle.weight(name)).astype(np.float32, copy=False)
 
     def _tiled(self, names: tuple[str, ...]) -> Tiles:
         if names not in self._tiles:
             self._tiles[names] = tile(np.concatenate([self._on_host(name) for name in names]))
         return self._tiles[names]
 
-    def _on_device(self, names: tuple[str, ...], *parts: str) -> tuple[Array, ...]:
+    def _on_device(self, names: tuple[str, ...], *parts: str) -> tuple[Any, ...]:
         if names not in self._stored:
-            self._stored[names] = tuple(self._side_by_side(names, part) for part in parts)
+            stored = tuple(self._side_by_side(names, part) for part in parts)
+            self._stored[names] = self._arranged(*stored) if self._awaited is None else stored
         return self._stored[names]
+
+    def _entering(self, array: Array) -> Array:
+        """A float array as it enters a product; codes as they are."""
+        if not self._narrow or array.dtype in (bfloat16, np.uint16, np.int32):
+            return array
+        return to_bfloat16(array.astype(np.float32, copy=False))
+
+    def _arranged(self, *stored: Array) -> tuple[Any, ...]:
+        """What a product takes of a weight, or of its codes and scales, once they are on the device."""
+        rounded = tuple(map(self._entering, stored))
+        return (tile_weight(*rounded),) if self._narrow and len(rounded) == 2 else rounded
+
+    def _arranged_experts(self, gate_up: Experts, down: Experts) -> tuple[Any, Any]:
+        """The same of a layer's experts."""
+        if self._narrow and gate_up.scales is not None and down.scales is not None:
+            return tile_experts(gate_up.values, gate_up.scales), tile_experts(down.values, down.scales)
+
+        def rounded(of: Experts) -> Experts:
+            return Experts(self._entering(of.values), None if of.scales is None else self._entering(of.scales))
+
+        return rounded(gate_up), rounded(down)
 
     def _side_by_side(self, names: Sequence[str], part: str) -> Array:
         """Stored tensors one below the other, on the device."""
@@ -194,7 +274,8 @@ def joined(*parts: Array) -> Array:
 
     Not by CuPy's ``concatenate``, which fetches addresses from the host: a graph could not repeat that.
     """
-    whole = array_module(parts[0]).empty((*parts[0].shape[:-1], sum(part.shape[-1] for part in parts)), parts[0].dtype)
+    first, features = parts[0], sum(part.shape[-1] for part in parts)
+    whole = array_module(first).empty((*first.shape[:-1], features), first.dtype)
     at = 0
     for part in parts:
         whole[..., at : at + part.shape[-1]] = part

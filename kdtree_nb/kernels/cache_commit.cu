@@ -3,7 +3,9 @@
 // Idea      One thread a column, row after row. The path ascends, so a row is only ever overwritten after it was
 //           read: row j receives node path[j] ≥ j.
 // Grid      (layers, features / threads), any number of threads.
-extern "C" __global__ void cache_commit(float* __restrict__ cache,           // [layers, capacity, features]
+#include <cuda_bf16.h>
+
+extern "C" __global__ void cache_commit(VALUE* __restrict__ cache,           // [layers, capacity, features]
                                         const int* __restrict__ prefix_len,  // [1]
                                         const int* __restrict__ path,        // [max_path]
                                         const int* __restrict__ length,      // [1]
@@ -12,7 +14,7 @@ extern "C" __global__ void cache_commit(float* __restrict__ cache,           // 
     const int column = blockIdx.y * blockDim.x + threadIdx.x;
     if (column >= features)
         return;
-    float* rows = cache + blockIdx.x * layer_stride + size_t(*prefix_len) * features + column;
+    VALUE* rows = cache + blockIdx.x * layer_stride + size_t(*prefix_len) * features + column;
     for (int j = 0; j < *length; ++j)
         rows[size_t(j) * features] = rows[size_t(path[j]) * features];
 }

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from kdtree_nb.kernels.gemm import elements, threads_for
+from kdtree_nb.kernels.gemm import elements, float_type, threads_for
 from kdtree_nb.kernels.launch import Array, Kernel, runs_cuda
 from kdtree_nb.reference import tree as reference
 
@@ -14,7 +14,7 @@ def cache_commit(cache: Array, prefix_len: Array, path: Array, length: Array) ->
 
     Parameters
     ----------
-    cache : float32 [layers, capacity, features]
+    cache : float32 or bfloat16 (on a GPU its bits as uint16) [layers, capacity, features]
     prefix_len : int32 [1]
         Not changed.
     path : int32 [max_path]
@@ -30,5 +30,6 @@ def cache_commit(cache: Array, prefix_len: Array, path: Array, length: Array) ->
     threads = threads_for(features)
     grid = (layers, -(-features // threads))
     if cache.size:
-        _cache_commit(grid, (threads,), (cache, prefix_len, path, length, np.int32(features), elements(cache, 0)))
+        kernel = _cache_commit.specialize(VALUE=float_type("cache_commit", "cache", cache))
+        kernel(grid, (threads,), (cache, prefix_len, path, length, np.int32(features), elements(cache, 0)))
     return None

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from kdtree_nb.kernels.gemm import check_rows, elements, threads_for
+from kdtree_nb.kernels.gemm import check_rows, elements, float_type, threads_for
 from kdtree_nb.kernels.launch import Array, Kernel, pointer, runs_cuda
 from kdtree_nb.kernels.rope import Table
 from kdtree_nb.reference.norm import LATENT_EPS, rms_norm
@@ -26,8 +26,8 @@ def latent_write(
     prefix_len : int32 [1]
     depths : int32 [tokens]
         The key's position is prefix_len + depth, the row's prefix_len + index.
-    cache : float32 [capacity, kv_lora + rope]
-        One layer's.
+    cache : float32 or bfloat16 (on a GPU its bits as uint16) [capacity, kv_lora + rope]
+        One layer's; what is written is rounded to its dtype.
     """
     tokens, kv_lora, pairs = len(compressed), len(weight), table[0].shape[1]
     check_rows("latent_write", compressed, kv_lora + 2 * pairs)
@@ -46,4 +46,5 @@ def latent_write(
     sizes = (np.int32(kv_lora), np.int32(pairs), np.float32(LATENT_EPS), elements(compressed, 0))
     if tokens:
         arrays = (pointer(compressed), weight, *table, prefix_len, depths, cache)
-        _latent_write((tokens,), (threads_for(kv_lora),), (*arrays, *sizes))
+        kernel = _latent_write.specialize(CACHE=float_type("latent_write", "cache", cache))
+        kernel((tokens,), (threads_for(kv_lora),), (*arrays, *sizes))

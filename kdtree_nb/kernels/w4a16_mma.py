@@ -46,11 +46,15 @@ class Geometry(NamedTuple):
     blocks: int = 1  # for which a multiprocessor must have registers
 
     @property
+    def stage_bytes(self) -> int:
+        """A warp's operands of one step."""
+        return self.tiles * (512 + 64) + self.rows // 8 * 1024
+
+    @property
     def shared_bytes(self) -> int:
         """A ring of stages for each warp, then the warps' sums in its place."""
-        stage = self.tiles * (512 + 64) + self.rows // 8 * 1024
         sums = self.rows * (16 * self.tiles + 4) * 4
-        return self.parts * max(self.stages * stage, sums)
+        return self.parts * max(self.stages * self.stage_bytes, sums)
 
     @property
     def defines(self) -> dict[str, int]:
@@ -63,6 +67,10 @@ class Plan(NamedTuple):
 
     parts: int
     geometries: dict[float, tuple[int, ...]]
+
+    def geometry(self, rows: int) -> Geometry:
+        """The one for so many rows of x."""
+        return Geometry(self.parts, *next(cut for most, cut in self.geometries.items() if rows <= most))
 
 
 SHORT = Plan(8, {4: (1, 8, 5), 8: (2, 8, 4), 32: (2, 16, 4), inf: (2, 32, 3)})
@@ -85,8 +93,7 @@ def plan_of(out_features: int, in_features: int) -> Plan:
 
 def geometry_of(rows: int, out_features: int, in_features: int) -> Geometry:
     """The plan's geometry for so many rows of x."""
-    plan = plan_of(out_features, in_features)
-    return Geometry(plan.parts, *next(cut for most, cut in plan.geometries.items() if rows <= most))
+    return plan_of(out_features, in_features).geometry(rows)
 
 
 def tile_weight(qweight: Array, scales: Array) -> TiledWeight:

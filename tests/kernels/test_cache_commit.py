@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 from helpers import assert_same_bits
+from ml_dtypes import bfloat16
 
 from kdtree_nb.kernels.cache_commit import cache_commit
 
@@ -32,6 +33,13 @@ def test_paths(device, layers, features, prefix_len, path):
     cache = rng.standard_normal((layers, 20, features)).astype(np.float32)
     cache.view(np.uint32)[:, :, 0] = 0x7FC00000 + rng.integers(1, 9999, (layers, 20))
     assert_same_bits(commit(device, cache, prefix_len, path), expected(cache, prefix_len, path))
+
+
+def test_rows_of_bfloat16(device):
+    """Two bytes a value, each of the 65,536 there are."""
+    cache = np.arange(2**16, dtype=np.uint16).view(bfloat16).reshape(2, 32, -1)
+    moved = commit(device, cache, 3, [0, 2, 3, 9])
+    assert_same_bits(moved.view(np.uint16), expected(cache, 3, [0, 2, 3, 9]).view(np.uint16))
 
 
 def test_random_paths(device):
@@ -89,7 +97,7 @@ def test_refuses(device):
     one, path = device.empty(1, np.int32), device.empty(4, np.int32)
     with pytest.raises(ValueError, match=r"cache_commit: cache \[9, 4\], expected \[layers, capacity, features\]"):
         cache_commit(device.empty((9, 4), np.float32), one, path, one)
-    with pytest.raises(TypeError, match=r"cache_commit: .*'cache' is float64"):
+    with pytest.raises(TypeError, match=r"cache_commit: cache is float64"):
         cache_commit(device.empty((2, 9, 4), np.float64), one, path, one)
     with pytest.raises(TypeError, match=r"cache_commit: .*'path' is int64"):
         cache_commit(device.empty((2, 9, 4), np.float32), one, path.astype(np.int64), one)

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 from builders import tiny_config
 from helpers import assert_same_bits
+from ml_dtypes import bfloat16
 
 from kdtree_nb.kernels.latent_write import latent_write
 from kdtree_nb.kernels.rms_norm import rms_norm
@@ -80,6 +81,18 @@ def test_the_norm_covers_the_latent_only(device):
     assert np.abs(cache[0, 8:]).max() >= 1e6
 
 
+def test_a_cache_of_bfloat16_gets_the_same_rounded_once(device):
+    weight, _, table = setting(24, 8)
+    compressed = np.random.default_rng(5).standard_normal((4, 32)).astype(np.float32)
+    whole = write(device, device.put(compressed), weight, table, 3, np.arange(4))
+    cache = device.put(np.full((9, 32), np.nan, bfloat16))
+    arrays = device.put([3], np.int32), device.put(np.arange(4), np.int32)
+    latent_write(device.put(compressed), device.put(weight), tuple(map(device.put, table)), *arrays, cache)
+    rows = device.host(cache).view(bfloat16)
+    assert_same_bits(rows[3:7], whole[3:7].astype(bfloat16))
+    assert np.isnan(rows[:3]).all() and np.isnan(rows[7:]).all()
+
+
 def test_nan_stays_in_its_row(device):
     weight, _, table = setting(8, 4)
     compressed = np.random.default_rng(2).standard_normal((5, 12)).astype(np.float32)
@@ -104,6 +117,9 @@ def test_numpy_arrays_take_the_specification():
     np.testing.assert_allclose(cache[3:7, :24], rms_norm(compressed[:, :24], weight, LATENT_EPS))
     assert_same_bits(cache[3:7, 24:].copy(), apply_rope(compressed[:, 24:], np.array([3, 4, 4, 3]), rotation))
     assert not cache[:3].any() and not cache[7:].any()
+    narrow = np.zeros((9, 32), bfloat16)
+    latent_write(compressed, weight, table, np.array([3], np.int32), depths, narrow)
+    assert_same_bits(narrow, cache.astype(bfloat16))
 
 
 def test_refuses(device):

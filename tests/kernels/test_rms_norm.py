@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 from helpers import assert_same_bits
+from ml_dtypes import bfloat16
 
 from kdtree_nb.kernels.rms_norm import rms_norm
 
@@ -65,6 +66,15 @@ def test_rows_that_lie_apart(device):
     assert_same_bits(device.host(rms_norm(device.put(wide)[::-2, 10:73], weight, 1e-6)), expected[::-2].copy())
 
 
+@pytest.mark.parametrize("features", [33, 600])
+def test_as_bfloat16_it_is_the_same_rounded_once(device, features):
+    rng = np.random.default_rng(6)
+    x, weight = rng.standard_normal((9, features)).astype(np.float32), rng.standard_normal(features).astype(np.float32)
+    whole = device.host(rms_norm(device.put(x), device.put(weight), 1e-6))
+    rounded = device.host(rms_norm(device.put(x), device.put(weight), 1e-6, bfloat16))
+    assert_same_bits(rounded.view(bfloat16), whole.astype(bfloat16))
+
+
 def test_nan_stays_in_its_row(device):
     x = np.random.default_rng(3).standard_normal((6, 300)).astype(np.float32)
     x[2, 299], x[4, 0] = np.nan, np.inf
@@ -89,7 +99,9 @@ def test_more_rows_than_a_grid_is_high(device):
 def test_numpy_arrays_take_the_specification():
     rng = np.random.default_rng(5)
     x, weight = rng.standard_normal((3, 50)).astype(np.float32), rng.standard_normal(50).astype(np.float32)
-    np.testing.assert_allclose(rms_norm(x, weight, 1e-6), exact(x, weight, 1e-6), rtol=1e-6)
+    y = rms_norm(x, weight, 1e-6)
+    np.testing.assert_allclose(y, exact(x, weight, 1e-6), rtol=1e-6)
+    assert_same_bits(rms_norm(x, weight, 1e-6, bfloat16), y.astype(bfloat16))
 
 
 def test_refuses(device):

@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 from helpers import assert_same_bits
+from ml_dtypes import bfloat16
 
 from kdtree_nb.kernels.swiglu import swiglu
 from kdtree_nb.reference.moe import swiglu as specification
@@ -50,6 +51,12 @@ def test_rows_and_columns_do_not_know_each_other(device):
     assert np.argwhere(np.isnan(y)).tolist() == [[4, 5]]
 
 
+def test_as_bfloat16_it_is_the_same_rounded_once(device):
+    gate_up = device.put(np.random.default_rng(3).normal(0, 5, (9, 2 * 300)), np.float32)
+    rounded, whole = device.host(swiglu(gate_up, bfloat16)), device.host(swiglu(gate_up))
+    assert_same_bits(rounded.view(bfloat16), whole.astype(bfloat16))
+
+
 def test_more_rows_than_a_grid_is_high(device):
     gate_up = np.random.default_rng(1).standard_normal((65_537, 2)).astype(np.float32)
     np.testing.assert_allclose(device.host(swiglu(device.put(gate_up))), exact(gate_up), rtol=CLOSE)
@@ -57,7 +64,9 @@ def test_more_rows_than_a_grid_is_high(device):
 
 def test_numpy_arrays_take_the_specification():
     gate_up = np.random.default_rng(2).standard_normal((3, 14)).astype(np.float32)
-    assert_same_bits(swiglu(gate_up), specification(gate_up[:, :7], gate_up[:, 7:]))
+    expected = specification(gate_up[:, :7], gate_up[:, 7:])
+    assert_same_bits(swiglu(gate_up), expected)
+    assert_same_bits(swiglu(gate_up, bfloat16), expected.astype(bfloat16))
 
 
 def test_refuses(device):

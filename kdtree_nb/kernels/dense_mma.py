@@ -1,0 +1,101 @@
+"""A product of bfloat16 activations with a bfloat16 weight on tensor cores; the weight is read as it is stored."""
+
+from math import inf
+
+import numpy as np
+from ml_dtypes import bfloat16
+
+from kdtree_nb.kernels import w4a16_mma
+from kdtree_nb.kernels.gemm import check_rows, elements, place_of
+from kdtree_nb.kernels.launch import Array, Kernel, c_type, pointer, runs_cuda
+from kdtree_nb.kernels.w4a16_mma import STEP, Plan
+from kdtree_nb.reference import linear
+
+VECTOR = 8
+"""Inputs that are loaded at once: 16 bytes."""
+
+_dense_mma = Kernel("dense_mma.cu")
+
+
+class Geometry(w4a16_mma.Geometry):
+    """How a launch cuts its work, as of :mod:`~kdtree_nb.kernels.w4a16_mma`, but that a weight is bfloat16."""
+
+    @property
+    def stage_bytes(self) -> int:
+        """A warp's operands of one step."""
+        return 2 * STEP * (16 * self.tiles + self.rows)
+
+
+FEW = Plan(8, {8: (1, 8, 4), 16: (1, 16, 3), 32: (1, 32, 2), inf: (1, 64, 2)})
+MIDDLE = Plan(8, {8: (1, 8, 4), 16: (1, 16, 3), 32: (2, 32, 2), inf: (2, 64, 2)})
+MANY = Plan(4, {8: (2, 8, 4), 16: (4, 16, 3), 32: (4, 32, 3), inf: (4, 64, 3)})
+
+
+def geometry_of(rows: int, weight: tuple[int, ...]) -> Geometry:
+    """For so many rows of x and a weight [..., out, in]; the weight alone decides on the parts.
+
+    Few tiles of 16 outputs are one block each, so that every multiprocessor has one; a part has a step at least.
+    """
+    *stack, out_features, in_features = weight
+    tiles = int(np.prod(stack, dtype=int)) * -(-out_features // 16)
+    plan = FEW if tiles <= 160 else MIDDLE if tiles <= 512 else MANY
+    steps = -(-in_features // STEP)
+    parts = min(plan.parts, 1 << (steps.bit_length() - 1))
+    return Geometry(parts, *next(cut for most, cut in plan.geometries.items() if rows <= most))
+
+
+def dense_mma(x: Array, weight: Array, out: Array | None = None) -> Array:
+    """``x · weightᵀ`` with products of exact operands, summed in fp32; a row's bits do not depend on the other rows.
+
+    Parameters
+    ----------
+    x : bfloat16 (on a GPU its bits as uint16) [rows, in] or [stack, rows, in]
+        Rows and matrices may lie apart by multiples of 8 elements; each row is contiguous.
+    weight : bfloat16 (on a GPU its bits as uint16) [out, in] or [stack, out, in]
+        ``in`` is a multiple of 8.
+    out : float32 or bfloat16 [rows, out] or [stack, rows, out], optional
+        Where to write the result, rounded to its dtype; rows and matrices may lie apart.
+
+    Returns
+    -------
+    float32 [rows, out] or [stack, rows, out], or ``out``
+
+    Raises
+    ------
+    ValueError, TypeError
+        If shapes or dtypes do not fit; the message names them.
+    """
+    if weight.ndim not in (2, 3) or not weight.shape[-1] or weight.shape[-1] % VECTOR:
+        raise ValueError(
+            f"dense_mma: weight {list(weight.shape)}, expected [out, in] or [stack, out, in] "
+            f"with in a positive multiple of {VECTOR}"
+        )
+    check_rows("dense_mma", x, weight.shape[-1], weight.shape[:-2])
+    for name, array in (("x", x), ("weight", weight)):
+        if array.dtype not in (bfloat16, np.uint16):
+            raise TypeError(f"dense_mma: {name} is {array.dtype.name}, expected bfloat16 (or its bits as uint16)")
+    if not runs_cuda(x):
+        operands = [array.view(bfloat16).astype(np.float32) for array in (x, weight)]
+        product = linear.linear(operands[0], linear.tile(operands[1]))
+        if out is None:
+            return product
+        place_of("dense_mma", x, weight.shape[-2], out)[...] = product
+        return out
+    if x.size and any(stride % (VECTOR * x.itemsize) for stride in x.strides[:-1]):
+        raise ValueError(f"dense_mma: the rows of x are not multiples of {VECTOR} elements apart (strides {x.strides})")
+    return launch(x, weight, geometry_of(x.shape[-2], weight.shape), out)
+
+
+def launch(x: Array, weight: Array, geometry: Geometry, out: Array | None = None) -> Array:
+    """What :func:`dense_mma` does, in a given geometry."""
+    stacked, (out_features, in_features) = x if x.ndim == 3 else x[None], weight.shape[-2:]
+    stack, rows, _ = stacked.shape
+    y = place_of("dense_mma", x, out_features, out)
+    if y.size:
+        kernel = _dense_mma.specialize(IN_FEATURES=in_features, OUT=c_type(y), **geometry.defines)
+        grid = (-(-rows // geometry.rows), -(-out_features // (16 * geometry.tiles)), stack)
+        vectors = stacked.view(np.int32)
+        strides = [*(elements(stacked, axis) // VECTOR for axis in (1, 0)), elements(y, 1), elements(y, 0)]
+        args = (pointer(vectors), weight.view(np.int32), pointer(y), np.int32(rows), np.int32(out_features), *strides)
+        kernel(grid, (32 * geometry.parts,), args, geometry.shared_bytes)
+    return y if x.ndim == 3 else y[0]
