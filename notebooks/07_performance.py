@@ -226,11 +226,11 @@ for row, one in zip(cases, (one for one in attended if one.kernel == attention.O
     print(f"{row.case['prefix']:8,}{row.case['rows']:6}{row.of_floor:9.1f}{row.of_best_peer:9.2f}{rate:9.0f}")
 
 # %% [markdown]
-# Trees are served about two to three times as fast as by torch's two products, which write all scores to memory and
-# read them again. For one row there is less to save. FlashMLA, built for this card alone and without an ancestor mask,
-# shows what is still possible: it multiplies by `wgmma`, Hopper's own instruction, from shared memory. Our kernel
-# uses `mma.sync`, which every GPU since sm_80 has and the emulator models. And it takes each node as a row of its own,
-# so that a node's bits depend on nothing but its position: the same keys are read once for each node, not once for all.
+# Trees are served at least about twice as fast as by torch's two products, which write all scores to memory and read
+# them again. For one row there is less to save. FlashMLA, which has no ancestor mask, is the bar. On Hopper our kernel
+# multiplies by `wgmma` too, the instruction of four warps together, and elsewhere by `mma.sync`, which every GPU since
+# sm_80 has; the emulator models both. But it takes each node as a row of its own, so that a node's bits depend on
+# nothing but its position: the prefix is read once for each node, and not once for all.
 #
 # ## A round and its parts
 #
