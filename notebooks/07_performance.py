@@ -40,6 +40,7 @@ from kdtree_nb import plotting
 from kdtree_nb.bench import attention, floors, gemm, moe
 from kdtree_nb.bench.ceilings import Ceilings
 from kdtree_nb.bench.engines import expected_experts
+from kdtree_nb.bench.floors import Measured
 from kdtree_nb.bench.step import Step
 from kdtree_nb.engine.device import Device, cuda_available
 from kdtree_nb.golden import folder
@@ -70,47 +71,33 @@ for name, run in runs.items():
 # that no kernel can do without: packed weights and scales once, the cache once. What a kernel reads twice puts it
 # below the roof.
 
+
 # %%
-products = [gemm.Product(**result) for result in runs["gemm"]["results"]]
-experts = [floors.Measured(**result) for result in runs["moe"]["results"]]
-attended = [floors.Measured(**result) for result in runs["attention"]["results"]]
-ROWS = np.array(gemm.ROWS)
+def as_measured(product: gemm.Product) -> Measured:
+    """A product in the form of the other files."""
+    kernel, out, n, rows, time = product
+    return Measured(kernel, {"shape": f"{out}x{n}", "rows": rows}, time, product.weight_bytes, 2.0 * rows * out * n)
 
 
-def product_times(kernel: str, shape: tuple[int, int]) -> np.ndarray:
-    """Microseconds of a kernel for a shape, over ``ROWS``."""
-    of_shape = [p for p in products if (p.kernel, p.out_features, p.in_features) == (kernel, *shape)]
-    return np.array([next(p.microseconds for p in of_shape if p.rows == rows) for rows in ROWS])
+def over_rows(found: list[Measured], kernel: str, key: str, value) -> tuple[np.ndarray, ...]:
+    """Operations, bytes and microseconds of a kernel for one shape, layer or prefix."""
+    chosen = [one for one in found if one.kernel == kernel and one.case[key] == value]
+    return tuple(np.array([getattr(one, name) for one in chosen]) for name in ("operations", "bytes", "microseconds"))
 
 
-def of_case(found: list[floors.Measured], kernel: str, key: str, value) -> list[floors.Measured]:
-    return [one for one in found if one.kernel == kernel and one.case[key] == value]
-
-
-def needs(found: list[floors.Measured]) -> tuple[np.ndarray, ...]:
-    return tuple(np.array([getattr(one, name) for one in found]) for name in ("operations", "bytes", "microseconds"))
-
-
-layers = list(dict.fromkeys(one.case["layer"] for one in experts))
-prefixes = list(dict.fromkeys(one.case["prefix"] for one in attended))
-kernels = {
-    "w4a16_mma": [
-        (
-            2.0 * ROWS * out * n,
-            np.full(len(ROWS), out * n * gemm.BYTES_PER_WEIGHT),
-            product_times("w4a16_mma", (out, n)),
-        )
-        for out, n in gemm.SHAPES
-    ],
-    "moe_mma": [needs(of_case(experts, "moe_mma", "layer", layer)) for layer in layers],
-    "tree_attention_mma": [needs(of_case(attended, "tree_attention_mma", "prefix", prefix)) for prefix in prefixes],
+products = [as_measured(gemm.Product(**result)) for result in runs["gemm"]["results"]]
+experts = [Measured(**result) for result in runs["moe"]["results"]]
+attended = [Measured(**result) for result in runs["attention"]["results"]]
+kernels = {"w4a16_mma": (products, "shape"), "moe_mma": (experts, "layer"), attention.OURS: (attended, "prefix")}
+lines = {
+    kernel: [over_rows(found, kernel, key, value) for value in dict.fromkeys(one.case[key] for one in found)]
+    for kernel, (found, key) in kernels.items()
 }
 figure, axes = plt.subplots(figsize=(8.5, 4.4), layout="constrained")
-plotting.roofline(axes, *limits["gemm"], kernels)
+plotting.roofline(axes, *limits["gemm"], lines)
 plt.show()
-print(
-    f"the roof breaks at {1e3 * limits['gemm'].bf16_tflop_per_s / limits['gemm'].read_gb_per_s:.0f} operations a byte"
-)
+read, multiply = limits["gemm"]
+print(f"the roof breaks at {1e3 * multiply / read:.0f} operations a byte")
 
 # %% [markdown]
 # Each line is a shape, and more rows lie further to the right. Three kernels, three pictures.
@@ -128,33 +115,38 @@ print(
 # Two questions for each shape: how far from the floor, and how far from the fastest kernel of other people in the same
 # run? The dashes are the goals that were set for the second: 0.7 up to 16 rows, and no slower with 32 and 64.
 
+
 # %%
-table = gemm.table(products, limits["gemm"].read_gb_per_s)
-GOALS = {1: 0.7, 8: 0.7, 16: 0.7, 32: 1.0, 64: 1.0}
-of_floor = {f"{out}x{n}": np.array([r.of_floor for r in table if r.shape == f"{out}x{n}"]) for out, n in gemm.SHAPES}
-of_peer = {shape: np.array([row.of_best_peer for row in table if row.shape == shape]) for shape in of_floor}
+def by_case(found: list[Measured], name: str, key: str, peers: set[str]) -> dict[str, list]:
+    """Rows of the table that ``bench`` prints: each case beside its floor and the best peer."""
+    table = floors.table(found, limits[name], peers)
+    return {
+        value: [row for row in table if row.case[key] == value] for value in dict.fromkeys(r.case[key] for r in table)
+    }
 
 
-def over_rows(axes, rows=ROWS) -> None:
+def rows_axis(axes, rows) -> None:
     axes.set_xscale("log", base=2)
     axes.set_xticks(rows, map(str, rows))
     axes.set(xlabel="rows")
 
 
-figure, (left, right) = plt.subplots(1, 2, figsize=(11, 3.8), layout="constrained")
-plotting.curves(left, ROWS, of_floor, "o-").set(title="time / floor of memory")
-plotting.curves(right, ROWS, of_peer, "o-").set(title="time / best peer of the run")
-right.hlines([0.7, 1.0], [1, 32], [16, 64], color=plotting.INK, ls="--", lw=1)
-right.get_legend().remove()
-for axes in (left, right):
-    over_rows(axes)
-    axes.set(ylim=(0, None))
+GOALS = {1: 0.7, 8: 0.7, 16: 0.7, 32: 1.0, 64: 1.0}
+of_shape = by_case(products, "gemm", "shape", {one.kernel for one in products} - set(gemm.OURS))
+figure, panels = plt.subplots(1, 2, figsize=(11, 3.8), layout="constrained")
+for axes, (key, title) in zip(panels, (("of_floor", "floor"), ("of_best_peer", "best peer of the run")), strict=True):
+    ratios = {shape: np.array([getattr(row, key) for row in found]) for shape, found in of_shape.items()}
+    plotting.curves(axes, np.array(gemm.ROWS), ratios, "o-").set(title=f"time / {title}", ylim=(0, None))
+    rows_axis(axes, gemm.ROWS)
+axes.hlines([0.7, 1.0], [1, 32], [16, 64], color=plotting.INK, ls="--", lw=1)
+axes.get_legend().remove()
 plt.show()
-best = {row.best_peer for row in table}
-missed = [row for row in table if row.of_best_peer > GOALS[row.rows]]
-print(f"best peers: {', '.join(sorted(best))}; goals met in {len(table) - len(missed)} of {len(table)} cases")
+table = [row for found in of_shape.values() for row in found]
+missed = [row for row in table if row.of_best_peer > GOALS[row.case["rows"]]]
+print(f"goals met in {len(table) - len(missed)} of {len(table)} cases; best peers: ", end="")
+print(", ".join(sorted({row.best_peer for row in table})))
 for row in missed:
-    print(f"not met: {row.shape}, {row.rows} rows, {row.of_best_peer:.2f} of {row.best_peer}, goal {GOALS[row.rows]}")
+    print("not met: {shape}, {rows} rows, ".format(**row.case) + f"{row.of_best_peer:.2f} of {row.best_peer}")
 
 # %% [markdown]
 # A product alone is over in a few microseconds, and a good part of them is no one's work: the launch, the way to the
@@ -167,23 +159,18 @@ for row in missed:
 # chooses its own.
 
 # %%
-cases = floors.table(experts, limits["moe"], [moe.PEER])
-of_layer = {layer: [row for row in cases if row.case["layer"] == layer] for layer in layers}
-figure, panels = plt.subplots(1, len(layers), figsize=(7 * len(layers), 3.8), layout="constrained", squeeze=False)
-for axes, layer in zip(panels[0], layers, strict=True):
-    shape, ours = moe.SHAPES[layer], of_case(experts, "moe_mma", "layer", layer)
-    rows = np.array([one.case["rows"] for one in ours])
-    times = {}
-    for kernel in ("moe_mma", moe.PEER, "moe"):
-        found = {one.case["rows"]: one.microseconds for one in of_case(experts, kernel, "layer", layer)}
-        times[kernel] = [found.get(count, np.nan) for count in rows]
+of_layer = by_case(experts, "moe", "layer", {moe.PEER})
+figure, panels = plt.subplots(1, len(of_layer), figsize=(7 * len(of_layer), 3.8), layout="constrained", squeeze=False)
+for axes, (layer, found) in zip(panels[0], of_layer.items(), strict=True):
+    shape, rows = moe.SHAPES[layer], np.array([row.case["rows"] for row in found])
+    times = {kernel: [row.microseconds.get(kernel, np.nan) for row in found] for kernel in ("moe_mma", moe.PEER, "moe")}
     many = np.geomspace(1, rows[-1], 100)
     chosen = np.array([expected_experts(shape.experts, shape.top_k, count) for count in many])
-    lines = {
+    bounds = {
         "reading the experts chosen": chosen * shape.expert_bytes / limits["moe"].read_gb_per_s / 1e3,
         "operations": shape.operations(many) / limits["moe"].bf16_tflop_per_s / 1e6,
     }
-    plotting.floors(axes, many, lines, rows, times).set(ylabel="µs", title=layer)
+    plotting.floors(axes, many, bounds, rows, times).set(ylabel="µs", title=layer)
 plt.show()
 for layer, found in of_layer.items():
     print(f"{layer:10} rows " + "".join(f"{row.case['rows']:8}" for row in found))
@@ -206,24 +193,24 @@ FLASH_MLA = {  # µs for 1, 17 and 65 rows; another run on such a card, without 
     4096: [25.1, 30.8, 67.7],
     32768: [47.7, 128, 464],
 }
-cases = floors.table(attended, limits["attention"], [attention.PEER])
-rows_of = {prefix: [row for row in cases if row.case["prefix"] == prefix] for prefix in prefixes}
-figure, panels = plt.subplots(1, len(prefixes), figsize=(12, 3.8), layout="constrained", sharey=True)
-for axes, (prefix, found) in zip(panels, rows_of.items(), strict=True):
+of_prefix = by_case(attended, "attention", "prefix", {attention.PEER})
+figure, panels = plt.subplots(1, len(of_prefix), figsize=(12, 3.8), layout="constrained", sharey=True)
+for axes, (prefix, found) in zip(panels, of_prefix.items(), strict=True):
     nodes = [row.case["rows"] for row in found]
     times = {kernel: np.array([row.microseconds[kernel] for row in found]) for kernel in found[0].microseconds}
     times |= {"FlashMLA, no mask": np.array(FLASH_MLA[prefix]), "floor": np.array([row.floor for row in found])}
     plotting.curves(axes, np.array(nodes), times, "o-").set(title=f"{prefix:,} tokens before")
     axes.set_yscale("log")
-    over_rows(axes, nodes)
+    rows_axis(axes, nodes)
 for axes in panels[1:]:
     axes.get_legend().remove()
 panels[0].set(ylabel="µs")
 plt.show()
 print(f"{'prefix':>8}{'rows':>6}{'/ floor':>9}{'/ torch':>9}{'TFLOP/s':>9}")
-for row, one in zip(cases, (one for one in attended if one.kernel == attention.OURS), strict=True):
-    rate = one.operations / one.microseconds / 1e6
-    print(f"{row.case['prefix']:8,}{row.case['rows']:6}{row.of_floor:9.1f}{row.of_best_peer:9.2f}{rate:9.0f}")
+for prefix, found in of_prefix.items():
+    operations, _, times = over_rows(attended, attention.OURS, "prefix", prefix)
+    for row, rate in zip(found, operations / times / 1e6, strict=True):
+        print(f"{prefix:8,}{row.case['rows']:6}{row.of_floor:9.1f}{row.of_best_peer:9.2f}{rate:9.0f}")
 
 # %% [markdown]
 # Trees are served at least about twice as fast as by torch's two products, which write all scores to memory and read
@@ -368,16 +355,16 @@ for product in (shipped, by_rows):
 
 # %%
 history = json.loads((folder() / "measurements" / "w4a16-steps.json").read_text(encoding="utf-8"))
-shapes, some_rows = [tuple(shape) for shape in history["shapes"]], history["rows"]
+shapes, some_rows = history["shapes"], history["rows"]
 versions = {result["version"]: np.array(result["microseconds"]) for result in history["results"]}
 free = versions["one barrier a step"]
-picked = np.isin(ROWS, some_rows)
-versions["one order, shipped"] = np.array([product_times("w4a16_mma", shape)[picked] for shape in shapes])
+picked = np.isin(gemm.ROWS, some_rows)
+shipped_times = [over_rows(products, "w4a16_mma", "shape", shape)[2][picked] for shape in shapes]
+versions["one order, shipped"] = np.array(shipped_times)
 cost = versions["one order, shipped"] / free - 1
 
 figure, axes = plt.subplots(figsize=(8, 3.2), layout="constrained")
-plotting.bars(axes, [f"{out}x{n}" for out, n in shapes],
-              {f"M = {rows}": 100 * cost[:, i] for i, rows in enumerate(some_rows)})  # fmt: skip
+plotting.bars(axes, shapes, {f"M = {rows}": 100 * cost[:, i] for i, rows in enumerate(some_rows)})
 axes.axhline(0, color=plotting.INK, lw=0.8)
 axes.set(ylabel="% more time than the best cut")
 plt.show()
@@ -397,10 +384,10 @@ print(f"median {np.median(cost):+.1%}, from {cost.min():+.1%} to {cost.max():+.1
 # %%
 figure, panels = plt.subplots(2, 1, figsize=(10, 6.4), layout="constrained")
 labels = [fill(name, 11) for name in versions]
-for axes, (shape, rows) in zip(panels, (((2048, 7168), 1), ((7168, 2048), 64)), strict=True):
+for axes, (shape, rows) in zip(panels, (("2048x7168", 1), ("7168x2048", 64)), strict=True):
     at = shapes.index(shape), some_rows.index(rows)
     plotting.waterfall(axes, labels, [times[at] for times in versions.values()])
-    axes.set(ylabel="µs", title=f"{shape[0]:,} × {shape[1]:,}, M = {rows}")
+    axes.set(ylabel="µs", title=f"{shape}, M = {rows}")
 plt.show()
 times = np.array(list(versions.values()))  # [versions, shapes, rows]
 print(f"{'gain of each step':22}{'geometric mean':>15}{'least':>8}{'most':>8}")
@@ -425,13 +412,13 @@ for name, gain in zip(list(versions)[1:], times[:-1] / times[1:], strict=True):
 # ## Checks
 
 # %%
-for one in products:
-    assert one.microseconds >= one.floor(limits["gemm"].read_gb_per_s) > 0, f"{one}: no time is below its floor"
-for name, found in (("moe", experts), ("attention", attended)):
-    assert all(one.microseconds >= one.floor(limits[name]) > 0 for one in found), f"{name}: nor here"
-assert all(row.of_best_peer < 1 for row in table if row.rows <= 16), "up to 16 rows no peer of the run is faster"
+for name, found in (("gemm", products), ("moe", experts), ("attention", attended)):
+    assert all(one.microseconds >= one.floor(limits[name]) > 0 for one in found), f"{name}: no time is below its floor"
+assert all(row.of_best_peer < 1 for row in table if row.case["rows"] <= 16), (
+    "up to 16 rows no peer of the run is faster"
+)
 assert all(row.of_best_peer < 1 for row in of_layer["kimi-k2"]), "nor with Kimi K2's experts, at any number of rows"
-of_trees = [row for found in rows_of.values() for row in found if row.case["rows"] > 1]
+of_trees = [row for found in of_prefix.values() for row in found if row.case["rows"] > 1]
 assert all(row.of_best_peer < 1 for row in of_trees), "nor is torch for the attention of a tree"
 reads = [limit.read_gb_per_s for limit in limits.values()]
 assert max(reads) < 1.05 * min(reads), "the card read equally fast in all runs"
