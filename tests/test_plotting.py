@@ -238,3 +238,53 @@ def test_against(axes: Axes) -> None:
     assert legend(axes) == ["a", "b"]
     tops = {drawn.get_label(): drawn.get_zorder() for drawn in axes.get_lines()}
     assert tops["a"] > tops["b"]
+
+
+def test_floors(axes: Axes) -> None:
+    lines = {"memory": np.array([4.0, 4.0, 4.0]), "operations": np.array([0.5, 1.0, 5000.0])}
+    measured = {"ours": [9.0, 11.0], "exact": [90.0, np.nan]}
+    assert plotting.floors(axes, np.array([1, 2, 64]), lines, np.array([1, 64]), measured) is axes
+    for label, values in lines.items():
+        assert line(axes, label) == ([1, 2, 64], values.tolist())
+    assert line(axes, "ours") == ([1, 64], [9, 11])
+    assert line(axes, "exact")[1][0] == 90  # and where it was not measured, no point
+    assert [tick.get_text() for tick in axes.get_xticklabels()] == ["1", "2", "4", "8", "16", "32", "64"]
+    low, high = axes.get_ylim()
+    shown = [axes.yaxis.get_major_formatter()(tick) for tick in axes.get_yticks() if low <= tick <= high]
+    assert {"1", "2", "5", "10", "1,000", "5,000"} <= set(shown)
+
+
+def test_roofline(axes: Axes) -> None:
+    wide = np.array([1e9, 8e9]), np.array([1e9, 1e9]), np.array([1000.0, 2000.0])
+    narrow = np.array([4e9]), np.array([1e6]), np.array([100.0])
+    assert plotting.roofline(axes, 2000.0, 100.0, {"product": [wide, narrow], "attention": [narrow]}) is axes
+    assert line(axes, "product") == ([1, 8], [1, 4])  # operations a byte, TFLOP/s
+    assert line(axes, "_product") == line(axes, "attention") == ([4000], [40])
+    intensity, rate = map(np.array, line(axes, "roof"))
+    assert intensity[0] < 1
+    assert intensity[-1] > 4000
+    np.testing.assert_allclose(rate, [100 if x > 50 else 2 * x for x in intensity])  # the roof breaks at 50
+    assert [50, 50] in [list(drawn.get_xdata()) for drawn in axes.get_lines()]
+    assert (axes.get_xscale(), axes.get_yscale()) == ("log", "log")
+    assert legend(axes) == ["roof", "product", "attention"]
+
+
+def test_round_timeline(axes: Axes) -> None:
+    parts = {"plain": {"draft": 0.0, "verify": 90.0}, "tree": {"draft": 30.0, "verify": 100.0}}
+    assert plotting.round_timeline(axes, parts, [100.0, 125.0]) is axes
+    for container, part in zip(axes.containers, ("draft", "verify"), strict=True):
+        assert [bar.get_width() for bar in container] == [parts["plain"][part], parts["tree"][part]]
+    assert line(axes, "the whole round") == ([100, 125], [0, 1])
+    assert [tick.get_text() for tick in axes.get_yticklabels()] == ["plain", "tree"]
+    assert set(legend(axes)) == {"draft", "verify", "the whole round"}
+
+
+def test_waterfall(axes: Axes) -> None:
+    assert plotting.waterfall(axes, ["start", "faster", "slower"], [80.0, 10.0, 12.5]) is axes
+    start, faster, slower = [container[0] for container in axes.containers]
+    for bar, before, after in ((start, axes.get_ylim()[0], 80), (faster, 80, 10), (slower, 10, 12.5)):
+        assert (bar.get_y(), bar.get_y() + bar.get_height()) == (after, before)
+    assert len({bar.get_facecolor() for bar in (start, faster, slower)}) == 3
+    assert [text.get_text() for text in axes.texts] == ["80", "×8.00", "×0.80"]
+    assert [tick.get_text() for tick in axes.get_xticklabels()] == ["start", "faster", "slower"]
+    assert axes.get_yscale() == "log"

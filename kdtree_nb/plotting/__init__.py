@@ -20,6 +20,7 @@ from kdtree_nb.plotting.model import (
     logit_differences,
     surprise,
 )
+from kdtree_nb.plotting.performance import roofline, round_timeline, waterfall
 from kdtree_nb.plotting.style import ACCENTS, INK, QUIET
 from kdtree_nb.plotting.weights import error_of_peaks, floors, rounded_group, sectors
 
@@ -45,6 +46,8 @@ __all__ = [
     "layer_differences",
     "logit_differences",
     "over_budgets",
+    "roofline",
+    "round_timeline",
     "rounded_group",
     "rounds",
     "sectors",
@@ -52,4 +55,5 @@ __all__ = [
     "surprise",
     "tokens_over_forwards",
     "visibility",
+    "waterfall",
 ]

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 from matplotlib.axes import Axes
 
-from kdtree_nb.plotting.style import ACCENTS, INK, clean, colors
+from kdtree_nb.plotting.style import ACCENTS, INK, clean, colors, plain_numbers
 
 
 def rounded_group(axes: Axes, weights: np.ndarray, codes: np.ndarray, scale: float) -> Axes:
@@ -97,8 +97,7 @@ def floors(
     ticks = 2 ** np.arange(int(np.log2(rows[-1])) + 1)
     axes.set_xticks(ticks, map(str, ticks), minor=False)
     axes.set_xticks([], minor=True)
-    axes.set_yticks(times := [1, 2, 5, 10, 20, 50, 100, 200], map(str, times))
-    axes.set_yticks([], minor=True)
+    plain_numbers(axes.yaxis)
     axes.set(xlabel="rows")
     axes.legend(fontsize="small", frameon=False, loc="center left", bbox_to_anchor=(1, 0.5))
     return clean(axes)
