@@ -12,7 +12,7 @@ from kdtree_nb.engine.weights import Weights, joined
 from kdtree_nb.kernels.latent_write import latent_write
 from kdtree_nb.kernels.launch import Array, runs_cuda
 from kdtree_nb.kernels.moe_route import moe_route
-from kdtree_nb.kernels.rms_norm import rms_norm
+from kdtree_nb.kernels.rms_norm import add_norm, rms_norm
 from kdtree_nb.kernels.rope import rope
 from kdtree_nb.kernels.swiglu import swiglu
 from kdtree_nb.kernels.tree_attention import tree_attention
@@ -97,24 +97,24 @@ class Model:
         logits_of : slice
             Rows whose logits are wanted; a prompt's are not.
         """
+        layers, rounded = self.config.num_hidden_layers, (self.config.rms_norm_eps, self.weights.dtype)
+        before_mlp = [f"model.layers.{layer}.post_attention_layernorm" for layer in range(layers)]
+        before_attention = [*(f"model.layers.{layer}.input_layernorm" for layer in range(layers)), "model.norm"]
+        norm = self.weights.vector
+
         hidden = self.weights.embed(tokens)
         features = self.device.xp.empty((len(taps), *hidden.shape), np.float32)
-        for layer in range(self.config.num_hidden_layers):
-            hidden = hidden + self._attention(layer, self._norm(hidden, layer, "input"), parents, depths, cache)
-            hidden = hidden + self._mlp(layer, self._norm(hidden, layer, "post_attention"))
-            if layer in taps:
-                features[taps.index(layer)] = hidden
-        norm = self.weights.vector("model.norm")
-        final = rms_norm(hidden[logits_of], norm, self.config.rms_norm_eps, self.weights.dtype)
-        return ForwardPass(self.logits(final), features)
+        x = rms_norm(hidden, norm(before_attention[0]), *rounded)
+        for layer in range(layers):
+            mixed = self._attention(layer, x, parents, depths, cache)
+            hidden, x = add_norm(hidden, mixed, norm(before_mlp[layer]), *rounded)
+            tapped = features[taps.index(layer)] if layer in taps else None
+            hidden, x = add_norm(hidden, self._mlp(layer, x), norm(before_attention[layer + 1]), *rounded, out=tapped)
+        return ForwardPass(self.logits(x[logits_of]), features)
 
     def logits(self, final: Array) -> Array:
         """What the head gives for normed rows [rows, hidden]: float32 [rows, vocab]."""
         return self.weights.linear(final, "model.embed_tokens" if self.config.tie_word_embeddings else "lm_head")
-
-    def _norm(self, hidden: Array, layer: int, which: str) -> Array:
-        weight = self.weights.vector(f"model.layers.{layer}.{which}_layernorm")
-        return rms_norm(hidden, weight, self.config.rms_norm_eps, self.weights.dtype)
 
     def _attention(self, layer: int, x: Array, parents: Array, depths: Array, cache: LatentCache) -> Array:
         config, weights, at = self.config, self.weights, f"model.layers.{layer}.self_attn"
