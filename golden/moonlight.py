@@ -67,7 +67,7 @@ QUANTIZATION: dict[str, Any] = {
 }
 PROMPT, NEW_TOKENS = 64, 64
 
-app = typer.Typer(add_completion=False, help=__doc__)
+app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, help=__doc__)
 err = Console(stderr=True)
 
 

@@ -13,7 +13,7 @@ from rich.markup import escape
 from rich.table import Column, Table
 
 from kdtree_nb.bench.commands import bench
-from kdtree_nb.console import BUDGET, Device, err, node_budget_of, out
+from kdtree_nb.console import BUDGET, Device, Dtype, JsonFile, err, node_budget_of, out
 from kdtree_nb.golden import folder
 from kdtree_nb.kernels.emulator.build import KernelError
 from kdtree_nb.kernels.nvrtc import NvrtcError
@@ -27,7 +27,6 @@ app = typer.Typer(
 app.add_typer(bench, name="bench")
 
 BundlePath = Annotated[Path, typer.Argument(help="A .kdtr file, a .kdtr.index.json, or the folder of one.")]
-Dtype = Annotated[str, typer.Option(help="float32, or bfloat16 on tensor cores.")]
 LONG_TO_LOAD = 10**9
 """Bytes from which on there is a bar to watch."""
 
@@ -78,7 +77,7 @@ def verify(
     tokens: Annotated[
         int | None, typer.Option(min=2, help="Of each held-out text; by default 500, emulated 24.")
     ] = None,
-    json_file: Annotated[Path | None, typer.Option("--json", help="Record device, versions and results here.")] = None,
+    json_file: JsonFile = None,
     dtype: Dtype = "float32",
     soak_rounds: Annotated[int, typer.Option("--soak", help="Then run this many rounds of random trees.")] = 0,
     show: Annotated[bool, typer.Option("--show", help="Print what golden/measurements/ records, and stop.")] = False,

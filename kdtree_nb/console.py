@@ -1,6 +1,7 @@
 """What the commands share: two consoles, and the options that several of them have."""
 
 import sys
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -9,6 +10,8 @@ from rich.console import Console
 out, err = Console(highlight=False, width=None if sys.stdout.isatty() else 120), Console(stderr=True, highlight=False)
 
 Device = Annotated[str, typer.Option(help="auto, cuda, cpu or emulated (the CUDA source, run on this CPU).")]
+Dtype = Annotated[str, typer.Option(help="What the engine computes in: float32, or bfloat16 on tensor cores.")]
+JsonFile = Annotated[Path | None, typer.Option("--json", help="Record device, versions and results here.")]
 BUDGET = "INTEGER|auto"
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from kdtree_nb.engine.device import Device
 
-PACKAGES = ("numpy", "cupy-cuda12x", "cupy-cuda13x", "torch", "humming-kernels")
+PACKAGES = ("numpy", "cupy-cuda12x", "cupy-cuda13x", "torch", "humming-kernels", "transformers")
 
 
 def record(path: Path, device: str, results: list[Any], **about: Any) -> None:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import weakref
 from functools import partial
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from builders import Built, build_drafter_beside, build_text_model
 from kdtree_nb import acceptance
 from kdtree_nb.acceptance import BUDGETS, METHODS, Cell, Run, Walk, cells, first_children, measure, statistics
 from kdtree_nb.engine import Engine, Generation, Oracle, Round
+from kdtree_nb.engine.drafter import NO_DRAFTER
 from kdtree_nb.reference.tree import DraftTree, tree_build
 
 
@@ -159,9 +161,25 @@ def test_marginals_are_what_the_conditionals_are_made_of(drafted: Built) -> None
     assert max(spread[1].values()) > 1
 
 
+def test_a_measurement_keeps_its_caches_and_many_keep_no_more(drafted: Built) -> None:
+    """Plain decoding's, the drafter's and its headless twin's: none is made twice, and old twins are let go."""
+    engine = Engine.load(drafted.path, "cpu")
+    alive: list[weakref.ref] = []
+    for _ in range(4):
+        prompts = {"prose": ["It", "a"]}
+        made = {id(rounds) for rounds in engine._kept}
+        list(measure(engine, prompts, cells(["marginal", "ddtree"], [5]), 6))
+        plain, twin, own = engine._kept
+        assert (plain.of, own.of) == (NO_DRAFTER, engine.drafter)
+        assert not made or {id(plain), id(own)} < made
+        alive.append(weakref.ref(twin))
+    del plain, twin, own
+    assert [rounds() is not None for rounds in alive] == [False, False, False, True]
+
+
 def test_without_a_transition_head_there_is_nothing_to_leave_out(tmp_path: Path) -> None:
     engine = Engine.load(build_text_model(tmp_path).path, "cpu")
-    with pytest.raises(ValueError, match=r"PromptLookup\(\) has no transition head for the decoder 'marginal'"):
+    with pytest.raises(ValueError, match=r"PromptLookup\(.*\) has no transition head for the decoder 'marginal'"):
         list(measure(engine, {"code": ["a"]}, [Cell("marginal", 4)], 3))
 
 

@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -12,7 +13,7 @@ from helpers import assert_same_bits
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kdtree_nb.engine import Engine, Oracle, budget
+from kdtree_nb.engine import Engine, Oracle, PromptLookup, budget
 from kdtree_nb.engine.budget import MOST_NODES, most_nodes, round_costs
 from kdtree_nb.kernels.launch import emulated
 from kdtree_nb.kernels.tree_build import tree_build as tree_kernel
@@ -271,6 +272,10 @@ def test_each_device_model_and_drafter_has_its_own(
         lambda: costs_of(engine),
         lambda: costs_of(engine, capacity=5),
         lambda: costs_of(engine, drafter=Oracle(np.arange(9), 67)),
+        lambda: costs_of(engine, drafter=Oracle(np.arange(9), 67, width=3)),
+        lambda: costs_of(engine, drafter=PromptLookup(length=5)),
+        lambda: costs_of(engine, drafter=PromptLookup(width=5)),
+        lambda: costs_of(engine, drafter=PromptLookup(longest_match=5)),
         lambda: costs_of(Engine.load(built.path, drafter=with_window(tmp_path), capacity=6)),
         lambda: costs_of(Engine.load(other_model.path, capacity=6)),
         lambda: costs_of(Engine.load(other_storage.path, capacity=6)),
@@ -282,6 +287,50 @@ def test_each_device_model_and_drafter_has_its_own(
     for case in cases:
         case()
     assert len(measured) == len(cases)
+
+
+OTHER_MACHINES: dict[str, object] = {
+    "processor": lambda: "another one",
+    "workers": lambda: 1000,
+    "code": lambda: "changed",
+}
+
+
+@pytest.mark.parametrize("what", OTHER_MACHINES)
+def test_another_machine_and_other_code_measure_anew(
+    built: Built, measured: list[int], what: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = Engine.load(built.path, capacity=6)
+    costs_of(engine)
+    costs_of(engine)
+    assert len(measured) == 1
+    monkeypatch.setattr(budget, what, OTHER_MACHINES[what])
+    costs_of(engine)
+    assert len(measured) == 2
+
+
+def test_other_threads_measure_anew(built: Built, measured: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = Engine.load(built.path, capacity=6)
+    for threads in ("1", "3"):
+        monkeypatch.setenv("OPENBLAS_NUM_THREADS", threads)
+        costs_of(engine)
+    assert len(measured) == 2
+
+
+def test_the_code_is_that_of_every_kernel(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Of a copy of the package: a byte more in any of these is other code, in a notebook's plots it is none."""
+    package = Path(budget.__file__).parents[1]
+    copy = shutil.copytree(package, tmp_path / "package", ignore=shutil.ignore_patterns("__pycache__"))
+    monkeypatch.setattr(budget, "__file__", str(copy / "engine" / "budget.py"))
+    read = budget.code.__wrapped__
+    seen = [read()]
+    for file in ("moe.cu", "include/order.cuh", "emulator/include/emulator.h", "../engine/model.py"):
+        with (copy / "kernels" / file).open("a") as more:
+            more.write("\n")
+        seen.append(read())
+    assert len(set(seen)) == 5
+    (copy / "plotting" / "basic.py").write_text("")
+    assert read() == seen[-1]
 
 
 def with_window(folder: Path) -> Path:

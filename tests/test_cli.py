@@ -15,7 +15,7 @@ import pytest
 from builders import Built, build_drafter_beside, build_text_model
 
 from kdtree_nb import cli, demo, golden
-from kdtree_nb.bench import commands
+from kdtree_nb.bench import engine_commands
 from kdtree_nb.bundle import Bundle
 from kdtree_nb.config import ModelConfig
 from kdtree_nb.engine import Engine
@@ -409,7 +409,7 @@ def trained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     ids = [np.array(engine.tokenizer.encode(prompt["text"]).ids) for prompt in prompts[:2]]
     save_cases(tmp_path / "kdt16m" / f"kdt16m-int4{golden.SUFFIX}", make_cases(built.weights, built.config, ids, 2))
     (tmp_path / "kdt16m" / "prompts.json").write_text(json.dumps(prompts), encoding="utf-8")
-    for module in (cli, commands):
+    for module in (cli, engine_commands):
         monkeypatch.setattr(module, "folder", lambda: tmp_path)
     monkeypatch.setattr(demo, "NEW_TOKENS", 20)
     return tmp_path

@@ -365,6 +365,35 @@ class TestTensorCores:
         assert (y[64:96] == -1).all()
         np.testing.assert_array_equal(y[96:], np.where(np.repeat(copied, 4), x, 0))
 
+    @pytest.mark.parametrize("mistake", [0, 1])
+    def test_wgmma_of_rows(self, schedule, mistake):
+        a, b = random.standard_normal((64, 64)).astype(bfloat16), random.standard_normal((32, 64)).astype(bfloat16)
+        d, early = np.zeros((64, 32), np.float32), np.zeros(128, np.float32)
+        args = (a.view(np.int32), b.view(np.int32), d, early, np.int32(mistake))
+        if mistake:
+            with pytest.raises(KernelError, match=r"wgmma_m64n32k16 at warpgroup\.cu:\d+: .* changed before the wait"):
+                kernel("warpgroup", "multiply_rows")((1,), (128,), args, 96 * 128)
+            return
+        kernel("warpgroup", "multiply_rows")((1,), (128,), args, 96 * 128)
+        exact = 2 * a.astype(np.float64) @ b.astype(np.float64).T
+        np.testing.assert_allclose(d, exact, rtol=1e-5, atol=1e-5)
+        assert np.isnan(early).all()
+
+    def test_wgmma_of_columns(self, schedule):
+        a, b = random.standard_normal((64, 32)).astype(bfloat16), random.standard_normal((32, 64)).astype(bfloat16)
+        d, early = np.zeros((64, 64), np.float32), np.zeros((64, 64), np.float32)
+        args = (a.view(np.int32), b.view(np.int32), d, early)
+        kernel("warpgroup", "multiply_columns")((1,), (128,), args, 32 * 128)
+        a, b = a.astype(np.float64), b.astype(np.float64)
+        np.testing.assert_allclose(d, a @ b, rtol=1e-5, atol=1e-5)
+        np.testing.assert_allclose(early, a[:, :16] @ b[:16], rtol=1e-5, atol=1e-5)
+
+    def test_wgmma_beyond_shared_memory(self):
+        a, b = np.zeros((64, 32), np.int32), np.zeros((32, 32), np.int32)
+        args = (a, b, np.zeros((64, 32), np.float32), np.zeros(128, np.float32), np.int32(0))
+        with pytest.raises(KernelError, match=r"wgmma_m64n32k16 at .* reads bytes .* the block has 12000"):
+            kernel("warpgroup", "multiply_rows")((1,), (128,), args, 12000)
+
 
 class TestUndefined:
     """What a GPU leaves undefined is an exception that says where."""

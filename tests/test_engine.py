@@ -5,9 +5,11 @@ import functools
 import itertools
 import re
 import tracemalloc
+import weakref
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -17,7 +19,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kdtree_nb.bundle import Bundle, BundleError
-from kdtree_nb.engine import Drafter, Engine, Generation, Oracle, Round
+from kdtree_nb.engine import Drafter, Engine, Generation, Oracle, PromptLookup, Round
+from kdtree_nb.engine import engine as front_door
 from kdtree_nb.engine import model as engine_model
 from kdtree_nb.engine import rounds as engine_rounds
 from kdtree_nb.engine.drafter import Proposal
@@ -684,6 +687,54 @@ def test_engines_inside_each_other(built: Built, engine: Engine, tmp_path: Path)
     for i, run in enumerate(inner):
         assert_same_generation(run, expected[1 - i % 2])
     assert len(inner) == 10
+
+
+@dataclasses.dataclass
+class Compared(PromptLookup):
+    """Equal to others of its kind, so no dictionary takes it as a key."""
+
+    length: int = 3
+    width: int = 2
+    longest_match: int = 4
+
+
+def test_a_drafter_need_not_be_hashable(built: Built, plain: dict[int, Generation]) -> None:
+    engine, drafter = Engine.load(built.path), Compared()
+    with pytest.raises(TypeError):
+        hash(drafter)
+    for _ in range(3):
+        run = engine.generate(random_prompt(61), max_new_tokens=NEW_TOKENS, drafter=drafter, keep_logits=True)
+        assert_same_generation(run, plain[61])
+    engine.drafter = drafter
+    for _ in range(2):
+        assert engine.generate(random_prompt(61), max_new_tokens=NEW_TOKENS).tokens == plain[61].tokens
+
+
+def test_a_smaller_cache_is_freed_before_a_larger_one_is_made(built: Built, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = Engine.load(built.path)
+    engine.generate(PROMPT, "ar", max_new_tokens=3)
+    (kept,) = map(weakref.ref, engine._kept)
+    alive: list[bool] = []
+
+    class Watched(engine_rounds.Rounds):
+        def __init__(self, *arguments: Any) -> None:
+            alive.append(kept() is not None)
+            super().__init__(*arguments)
+
+    monkeypatch.setattr(front_door, "Rounds", Watched)
+    engine.generate(PROMPT, "ar", max_new_tokens=5)
+    assert alive == []
+    engine.generate(PROMPT, "ar", max_new_tokens=front_door.ROWS_AT_ONCE + 1)
+    assert alive == [False]
+
+
+def test_release_frees_what_was_kept(built: Built) -> None:
+    engine = Engine.load(built.path)
+    before = engine.generate(PROMPT, "ar", max_new_tokens=3).tokens
+    (kept,) = map(weakref.ref, engine._kept)
+    engine.release()
+    assert kept() is None
+    assert engine.generate(PROMPT, "ar", max_new_tokens=3).tokens == before
 
 
 def test_tokens_are_streamed_round_by_round(engine: Engine, plain: dict[int, Generation]) -> None:

@@ -277,7 +277,8 @@ def test_the_trained_drafter_is_tried_on_every_text() -> None:
     assert all("drafter=trained" in check.detail for check in checks[4:])
 
 
-linear, rope, swiglu, scale = engine_weights.linear, engine_model.rope, engine_model.swiglu, engine_model.softmax_scale
+linear, split_queries = engine_weights.linear, engine_model.split_queries
+swiglu, scale = engine_model.swiglu, engine_model.softmax_scale
 MUTATIONS = {
     "softmax scale doubled": (engine_model, "softmax_scale", lambda config: 2 * scale(config), {"model_ar_bf16"}),
     "gate and up swapped": (
@@ -288,8 +289,8 @@ MUTATIONS = {
     ),
     "position one too high": (
         engine_model,
-        "rope",
-        lambda x, table, prefix_len, depths, dtype: rope(x, table, prefix_len, depths + 1, dtype),
+        "split_queries",
+        lambda x, table, prefix_len, depths, *rest: split_queries(x, table, prefix_len, depths + 1, *rest),
         {"model_ar_bf16"},
     ),
     "rows that depend on their number": (

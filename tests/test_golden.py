@@ -220,7 +220,7 @@ def test_a_wrong_model_of_the_same_shape_is_seen(tmp_path: Path) -> None:
 
 forward_pass, tree_attention = engine_model.Model.forward, engine_model.tree_attention
 linear, softmax_scale, tree_accept = weights.linear, engine_model.softmax_scale, rounds.tree_accept
-rope, swiglu, latent_write = engine_model.rope, engine_model.swiglu, engine_model.latent_write
+split_queries, swiglu, latent_write = engine_model.split_queries, engine_model.swiglu, engine_model.latent_write
 cache_commit = cache.cache_commit
 
 
@@ -253,8 +253,8 @@ def ancestors_hidden(queries, rows, prefix_len, parents, depths, *rest):
     )
 
 
-def position_one_too_high(x, table, prefix_len, depths, dtype):
-    return rope(x, table, prefix_len, depths + (prefix_len[0] + depths > 4), dtype)
+def position_one_too_high(x, table, prefix_len, depths, *rest):
+    return split_queries(x, table, prefix_len, depths + (prefix_len[0] + depths > 4), *rest)
 
 
 def gate_and_up_swapped(gate_up, dtype):
@@ -303,7 +303,7 @@ MUTATIONS: dict[str, tuple[object, str, Callable, set[str]]] = {
     # what: where, attribute, replacement, the checks that fail
     "softmax scale without m²": (engine_model, "softmax_scale", lambda config: config.qk_head_dim**-0.5, EVERY),
     "softmax scale 0.3 % off": (engine_model, "softmax_scale", lambda c: softmax_scale(c) * 1.003, {"model_ar"}),
-    "position one too high": (engine_model, "rope", position_one_too_high, EVERY),
+    "position one too high": (engine_model, "split_queries", position_one_too_high, EVERY),
     "gate and up swapped": (engine_model, "swiglu", gate_and_up_swapped, EVERY),
     "positions by slot": (engine_model.Model, "forward", positions_by_slot, {"model_ddtree"}),
     "all earlier nodes visible": (engine_model, "tree_attention", all_earlier_nodes_visible, {"model_ddtree"}),

@@ -11,7 +11,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from kdtree_nb.kernels.launch import Kernel, array_module, c_type, emulated, pointer, runs_cuda
+from kdtree_nb.kernels.launch import Kernel, array_module, c_type, emulated, pointer, processor_of, runs_cuda
 from kdtree_nb.kernels.nvrtc import NvrtcError, compile_cubin, find_nvrtc
 from kdtree_nb.kernels.source import Parameter, read_source
 
@@ -235,8 +235,8 @@ class TestCupy:
         told: list[tuple] = []
 
         class RawModule:
-            def __init__(self, *, code, options, backend):
-                told.append(("compile", code, options, backend))
+            def __init__(self, *, code=None, options=(), backend=None, path=None):
+                told.append(("load", Path(path).read_bytes()) if path else ("compile", code, options, backend))
 
             def get_function(self, name):
                 return Function(name)
@@ -261,6 +261,7 @@ class TestCupy:
                 told.append(("device", self.number))
                 return self
 
+            compute_capability = "90"
             attributes: ClassVar = {"MaxSharedMemoryPerBlockOptin": 160 * 1024}
 
             def __exit__(self, *error):
@@ -269,6 +270,8 @@ class TestCupy:
         cupy = ModuleType("cupy")
         cupy.RawModule, cupy.cuda = RawModule, SimpleNamespace(Device=Device)
         monkeypatch.setitem(sys.modules, "cupy", cupy)
+        processor = sys.modules["kdtree_nb.kernels.launch"]._processor
+        monkeypatch.setattr("kdtree_nb.kernels.launch._processor", processor.__wrapped__)  # not to be remembered
         return told
 
     def arguments(self) -> list[object]:
@@ -304,6 +307,25 @@ class TestCupy:
         with pytest.raises(ValueError, match="arguments: 164864 bytes of shared memory, GPU 0 has 163840 a block"):
             kernel((1,), (1,), arguments, 160 * 1024)
 
+    @pytest.mark.skipif(find_nvrtc() is None, reason="NVRTC is not installed")
+    def test_a_kernel_for_one_architecture(self, told, monkeypatch, tmp_path):
+        """Loaded as machine code for it, which is compiled once."""
+        monkeypatch.setenv("KDTREE_CACHE", str(tmp_path))
+        for _ in range(2):
+            told.clear()
+            Kernel(KERNELS / "warpgroup.cu", "multiply_columns", arch="sm_90a").specialize(ANY=1)(
+                (1,), (128,), [GpuArray(np.zeros(4, dtype)) for dtype in (np.int32, np.int32, np.float32, np.float32)]
+            )
+            _, (loaded, code), (name, *_) = told
+            assert (loaded, name) == ("load", "multiply_columns")
+            assert code == compile_cubin(read_source(KERNELS / "warpgroup.cu"), "sm_90a", {"ANY": 1}).code
+            (file,) = (tmp_path / "cubin").iterdir()
+            assert file.name.startswith("warpgroup-sm_90a-")
+
+    def test_where_an_array_is(self, told):
+        assert processor_of(GpuArray(np.zeros(1))) == ("90", 160 * 1024)
+        assert processor_of(np.zeros(1)) == ("", 227 * 1024)
+
     def test_mixed_devices(self, told):
         arguments = self.arguments()
         arguments[0] = np.zeros(1, np.float32)
@@ -336,6 +358,8 @@ class TestNvrtc:
     @pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
     @pytest.mark.parametrize("file", sorted(path.name for path in KERNELS.glob("*.cu")))
     def test_test_kernels_are_cuda(self, file, arch):
+        if file == "warpgroup.cu" and arch != "sm_90a":
+            pytest.skip("Hopper's instructions")
         source = read_source(KERNELS / file)
         cubin = compile_cubin(source, arch, {"BLOCK": 64, "TYPE": "float"})
         assert cubin.code.startswith(b"\x7fELF")

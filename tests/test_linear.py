@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from helpers import assert_same_bits
 
-from kdtree_nb.reference.linear import COLUMNS, linear, tile
+from kdtree_nb.reference.linear import COLUMNS, ROWS, block_products, linear, tile
 
 
 def operands(tokens: int, in_features: int, out_features: int, dtype: type = np.float32) -> tuple[np.ndarray, ...]:
@@ -139,3 +139,16 @@ def test_tiles_hold_the_weight_and_zeros():
     columns = np.concatenate(list(tiles.values), axis=1)
     assert_same_bits(columns[:, :70].T.copy(), weight)
     assert not columns[:, 70:].any()
+
+
+@pytest.mark.parametrize(("features", "outputs"), [(40, 70), (256, 64), (1, 1)])
+def test_blocks_have_the_bits_of_a_product_of_their_rows(features, outputs):
+    x, one = operands(12, features, outputs)
+    _, another = operands(1, features, outputs)
+    weights = [tile(one), tile(another), tile(one)]
+    actual = block_products(x.reshape(3, ROWS, features), weights)
+    assert actual.shape == (3, ROWS, outputs)
+    for block, weight in enumerate(weights):
+        rows = x[block * ROWS : (block + 1) * ROWS]
+        assert_same_bits(actual[block].copy(), linear(rows, weight))
+        assert_same_bits(actual[block, :1].copy(), linear(rows[:1], weight))

@@ -6,13 +6,15 @@ import warnings
 
 import numpy as np
 import pytest
+from helpers import assert_same_bits
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from golden.make_parity import load
 from kdtree_nb.config import ModelConfig
+from kdtree_nb.reference.linear import tile
 from kdtree_nb.reference.model import experts, mlp
-from kdtree_nb.reference.moe import moe, moe_route, sigmoid, swiglu
+from kdtree_nb.reference.moe import expert_blocks, moe, moe_by_blocks, moe_route, sigmoid, swiglu
 
 TINY = load("plain").config
 
@@ -218,6 +220,35 @@ def test_moe_against_a_loop(tokens: int, top_k: int, seed: int) -> None:
     for token in range(tokens):
         terms = [w * (weight[e] @ x[token]) for e, w in zip(expert_ids[token], weights[token], strict=True)]
         np.testing.assert_allclose(output[token], sum(terms), atol=1e-12)
+
+
+@settings(deadline=None)
+@given(st.integers(0, 20), st.integers(1, 5), st.integers(0, 2), st.integers(0, 2**32 - 1))
+def test_moe_by_blocks_against_a_loop(tokens: int, top_k: int, shared: int, seed: int) -> None:
+    random = np.random.default_rng(seed)
+    gate_up, down = random.standard_normal((8, 10, 8)), random.standard_normal((8, 8, 5))
+    x = random.standard_normal((tokens, 8))
+    expert_ids = np.array([random.permutation(6)[:top_k] for _ in range(tokens)], np.int32).reshape(tokens, top_k)
+    weights, shared_ids = random.random((tokens, top_k)), range(6, 6 + shared)
+    output = moe_by_blocks(x, expert_ids, weights, shared_ids, lambda e: (tile(gate_up[e]), tile(down[e])))
+    assert output.shape == x.shape
+    for token in range(tokens):
+        total = np.zeros(8)
+        for expert, weight in [*zip(expert_ids[token], weights[token], strict=True), *((e, 1) for e in shared_ids)]:
+            gate, up = np.split(gate_up[expert] @ x[token], 2)
+            total += weight * (down[expert] @ (gate / (1 + np.exp(-gate)) * up))
+        np.testing.assert_allclose(output[token], total, atol=1e-12)
+        alone = slice(token, token + 1)
+        again = moe_by_blocks(
+            x[alone], expert_ids[alone], weights[alone], shared_ids, lambda e: (tile(gate_up[e]), tile(down[e]))
+        )
+        assert_same_bits(again[0], output[token])
+
+
+def test_blocks_are_filled_before_another_begins() -> None:
+    experts, places = expert_blocks([[2, 0]] * 5 + [[0, 1]])
+    assert experts == [2, 0, 2, 0, 1]
+    assert places.tolist() == [[0, 4], [1, 5], [2, 6], [3, 7], [8, 12], [13, 16]]
 
 
 def test_all_tokens_to_one_expert() -> None:

@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import numpy as np
+import pytest
 from helpers import assert_same_bits
 from safetensors.numpy import load_file
 
@@ -14,7 +15,7 @@ from kdtree_nb.engine import Engine
 SMALL = moonlight.shrunk(layers=3, divisor=64)
 
 
-def test_a_small_one_is_converted_and_generates(tmp_path: Path, monkeypatch) -> None:
+def test_a_small_one_is_converted_and_generates(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(moonlight, "SHARD_BYTES", 2**20)
     moonlight.write_checkpoint(tmp_path / "hf", SMALL, seed=5)
     stored = {}

@@ -210,3 +210,31 @@ def test_first_children(axes: Axes) -> None:
         assert bar.get_x() <= segment[:, 0].min() < segment[:, 0].max() <= bar.get_x() + bar.get_width() + 1e-12
     assert [text.get_text() for text in axes.texts] == ["88%", "36%", "87%", "65%"]
     assert set(legend(axes)) == {"marginal", "tree", "as drafted"}
+
+
+def test_file_map(axes: Axes) -> None:
+    files = {"a": {"words": [(0, 500), (1000, 250)], "scales": [(500, 500)]}, "b": {"scales": [(0, 2000)]}}
+    assert plotting.file_map(axes, files) is axes
+    drawn = {}
+    for collection in axes.collections:
+        for path in collection.get_paths():
+            (left, top), (right, bottom) = path.vertices.min(axis=0), path.vertices.max(axis=0)
+            color = tuple(collection.get_facecolor()[0])
+            drawn.setdefault(round((top + bottom) / 2), []).append(
+                (color, round(1e3 * left), round(1e3 * (right - left)))
+            )
+    words, scales = (handle.get_facecolor() for handle in axes.get_legend().legend_handles)
+    assert legend(axes) == ["words", "scales"]
+    assert sorted(drawn[0]) == sorted([(words, 0, 500), (words, 1000, 250), (scales, 500, 500)])
+    assert drawn[1] == [(scales, 0, 2000)]
+
+
+def test_against(axes: Axes) -> None:
+    expected, found = np.array([1.0, -2.0]), {"a": np.array([1.5, -2.0]), "b": np.array([0.0, 3.0])}
+    assert plotting.against(axes, expected, found, "theirs") is axes
+    assert line(axes, "a") == ([1, -2], [1.5, -2])
+    assert line(axes, "b") == ([1, -2], [0, 3])
+    assert [-2, 1] in [list(line.get_ydata()) for line in axes.get_lines() if list(line.get_xdata()) == [-2, 1]]
+    assert legend(axes) == ["a", "b"]
+    tops = {drawn.get_label(): drawn.get_zorder() for drawn in axes.get_lines()}
+    assert tops["a"] > tops["b"]

@@ -16,6 +16,7 @@ from builders import Built, build, tiny_config
 from kdtree_nb.engine import Engine
 from kdtree_nb.engine import rounds as decoding
 from kdtree_nb.engine.drafter import Drafter, Proposal
+from kdtree_nb.kernels.choose_tokens import Sampling
 from kdtree_nb.reference.model import forward
 
 VOCAB, LENGTH, SEEDS = 16, 3, 500
@@ -181,25 +182,28 @@ def test_trees_are_accepted_in_whole_in_part_and_not_at_all(engine: Engine) -> N
 CHOOSE = decoding.choose_tokens
 
 
-def temperature_twice(logits, prefix_len, depths, temperature, seed, top_k, top_p):
-    return CHOOSE(logits / np.float32(temperature), prefix_len, depths, temperature, seed, top_k, top_p)
+def temperature_twice(logits, prefix_len, depths, how):
+    temperature = how.view(np.float64)[0]
+    return CHOOSE(logits / np.float32(temperature), prefix_len, depths, how)
 
 
-def child_shares_its_parents_number(logits, prefix_len, depths, temperature, seed, top_k, top_p):
-    return CHOOSE(logits, prefix_len, np.maximum(depths - 1, 0), temperature, seed, top_k, top_p)
+def child_shares_its_parents_number(logits, prefix_len, depths, how):
+    return CHOOSE(logits, prefix_len, np.maximum(depths - 1, 0), how)
 
 
-def top_p_before_the_temperature(logits, prefix_len, depths, temperature, seed, top_k, top_p):
+def top_p_before_the_temperature(logits, prefix_len, depths, how):
+    (temperature, top_p), seed = how.view(np.float64)[[0, 3]], int(how[1])
     order = np.argsort(-logits, axis=1)
     p = np.exp(np.take_along_axis(logits, order, axis=1).astype(float))
     p /= p.sum(axis=1, keepdims=True)
     dropped = np.empty(p.shape, bool)
     np.put_along_axis(dropped, order, p.cumsum(axis=1) - p >= top_p, axis=1)
-    return CHOOSE(np.where(dropped, np.float32(-np.inf), logits), prefix_len, depths, temperature, seed)
+    whole = Sampling(temperature, seed).words()
+    return CHOOSE(np.where(dropped, np.float32(-np.inf), logits), prefix_len, depths, whole)
 
 
-def one_token_more(logits, prefix_len, depths, temperature, seed, top_k, top_p):
-    return CHOOSE(logits, prefix_len, depths, temperature, seed, top_k + 1, top_p)
+def one_token_more(logits, prefix_len, depths, how):
+    return CHOOSE(logits, prefix_len, depths, how + np.array([0, 0, 1, 0], np.uint64))
 
 
 @pytest.mark.parametrize(

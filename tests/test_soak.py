@@ -1,5 +1,6 @@
 """The soak, the record of a run, and speculation through the whole engine on the kernels."""
 
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -8,6 +9,7 @@ from builders import build_drafter_beside, build_text_model
 
 from kdtree_nb.engine import DFlash, Engine, Oracle
 from kdtree_nb.engine import rounds as decoding
+from kdtree_nb.engine.device import Device
 from kdtree_nb.golden import bundle_of, folder, load_cases
 from kdtree_nb.kernels.emulator.build import find_compiler
 from kdtree_nb.kernels.launch import KernelError
@@ -56,6 +58,29 @@ def test_a_soak_takes_the_trained_drafter_every_other_time(tmp_path: Path, monke
     found = soak(Engine.load(target.path, "cpu", capacity=30), 1, seed=1)
     assert found.mismatches == 0
     assert sum(isinstance(drafter, DFlash) for drafter in drafters) == found.texts // 2 > 5
+
+
+def test_what_is_kept_for_the_next_text_is_no_leak_and_what_stays_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Memory is read when nothing is kept, so that it tells a leak of one text from caches and graphs that may grow."""
+    engine, leaked = Engine.load(bundle_of(GOLDEN), "cpu", capacity=40), [0]
+
+    def bytes_held(device: Device) -> int:
+        return leaked[0] + sum(kept.cache.rows.nbytes for kept in engine._kept)
+
+    monkeypatch.setattr(Device, "bytes_held", bytes_held)
+    found = soak(engine, 60, seed=3)
+    assert (found.bytes_before, found.bytes_after) == (0, 0)
+    monkeypatch.setattr(Engine, "_token_ids", leaking(Engine._token_ids, leaked))
+    found = soak(engine, 60, seed=3)
+    assert 0 < found.bytes_before < found.bytes_after
+
+
+def leaking(function: Callable, leaked: list[int]) -> Callable:
+    def wrapper(*arguments: object) -> object:
+        leaked[0] += 1
+        return function(*arguments)
+
+    return wrapper
 
 
 @pytest.mark.skipif(not has_compiler(), reason="no C++ compiler")

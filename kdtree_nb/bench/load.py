@@ -5,16 +5,14 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Annotated, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
-import typer
 
 from kdtree_nb.bench.timing import require_gpu
 from kdtree_nb.bundle import Bundle
 from kdtree_nb.engine import Engine
 from kdtree_nb.engine.upload import BUFFER_BYTES, THREADS, Piece, reads
-from kdtree_nb.record import record
 
 BUS_BYTES, BUS_COPIES = 256 * 2**20, 8
 
@@ -24,7 +22,8 @@ class Loading(NamedTuple):
 
     Attributes
     ----------
-    source : ``cache``, where the system has the files in memory, or ``disk``, where it was told to forget them
+    source : ``cache``, where the system has the files in memory, or ``disk``, where it was told to forget them;
+        ``first``, before these: from the cache in a process that has to compile CuPy's kernels and pin its buffers
     read_gb_per_s : the files, from there into ordinary memory, in the same reads and threads
     share : of the slower of bus and reading that loading reached
     """
@@ -47,7 +46,7 @@ class Measured(NamedTuple):
 
 
 def measure(path: Path) -> Measured:
-    """Load a bundle from the cache and, on systems that can be told to forget a file, from the disk.
+    """Load a bundle from the system's cache of files and, on systems that can be told to forget a file, from the disk.
 
     Raises
     ------
@@ -58,7 +57,7 @@ def measure(path: Path) -> Measured:
     bus, open_seconds = bus_rate(), _seconds(lambda: Bundle.open(path))
     bundle, loadings, gpu_bytes = Bundle.open(path), [], 0
     read_seconds(bundle)  # and now the system has it in memory
-    for source in ["cache", *["disk"] * hasattr(os, "posix_fadvise")]:
+    for source in ["first", "cache", *["disk"] * hasattr(os, "posix_fadvise")]:
         if source == "disk":
             _forget(bundle)
         reading = bundle.nbytes / read_seconds(bundle) / 1e9
@@ -127,22 +126,3 @@ def _seconds(work: Callable[[], object]) -> float:
     started = time.perf_counter()
     work()
     return time.perf_counter() - started
-
-
-def load_command(
-    bundle: Annotated[Path, typer.Option(help="A .kdtr file, a .kdtr.index.json, or the folder of one.")],
-    json_file: Annotated[Path | None, typer.Option("--json", help="Record device, versions and results here.")] = None,
-) -> None:
-    """Load all of a bundle to the GPU: its rate, beside the bus's and the disk's."""
-    found = measure(bundle)
-    print(f"opened in {found.open_seconds:.2f} s; {found.gpu_bytes / 1e9:,.2f} GB on the GPU")
-    for loading in found.loadings:
-        print(
-            f"{found.bytes / 1e9:,.2f} GB from the {loading.source} in {loading.seconds:.2f} s, "
-            f"{loading.gb_per_s:.1f} GB/s: {loading.share:.0%} of the slower of bus ({found.bus_gb_per_s:.1f}) "
-            f"and reading ({loading.read_gb_per_s:.1f})"
-        )
-    if json_file is not None:
-        about = found._asdict()
-        results = [loading._asdict() for loading in about.pop("loadings")]
-        record(json_file, "cuda", results, bundle=bundle.name, **about)

@@ -1,4 +1,4 @@
-"""Other people's W4A16 products, as ``bench gemm --peers`` calls them; each needs torch."""
+"""Other people's W4A16 products, as ``bench --peers`` calls them; each needs torch."""
 
 from collections.abc import Callable
 from importlib.util import find_spec
@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from ml_dtypes import bfloat16
 
-from kdtree_nb.quantization import GROUP_SIZE, QuantizedWeight
+from kdtree_nb.quantization import CODES_PER_WORD, GROUP_SIZE, QuantizedWeight
 
 
 class Peer(NamedTuple):
@@ -33,6 +33,11 @@ def installed() -> tuple[list[Peer], list[str]]:
         missing.add("humming")  # which needs it
     found = [peer for peer in PEERS if peer.package not in missing]
     return found, [f"{peer.name}: {peer.package} is not installed" for peer in PEERS if peer.package in missing]
+
+
+def missing(peer: str, *packages: str) -> list[str]:
+    """A sentence for each package that a peer needs and that is not installed."""
+    return [f"{peer}: {package} is not installed" for package in packages if not find_spec(package)]
 
 
 def to_torch(array: np.ndarray) -> Any:
@@ -72,24 +77,31 @@ def _multiply_tinygemm(x: Any, weight: Any) -> Any:
 
 
 def _humming(weight: QuantizedWeight, copies: int) -> list[Any]:
+    scales = weight.scales.astype(np.float32)
+    return [humming_layer(to_torch(weight.qweight), to_torch(scales)) for _ in range(copies)]
+
+
+def humming_layer(qweight: Any, scales: Any) -> Any:
+    """Humming's weight of codes int32 [out, in / 8] and bfloat16 scales [out, in / 32], or of experts' before these.
+
+    It is a copy in humming's own order.
+    """
     import torch
     from humming.layer import HummingLayer
 
+    *experts, out_features, words = qweight.shape
     form = dict(quant_method="compressed-tensors", format="pack-quantized", type="int", num_bits=4)
-    layers = []
-    for _ in range(copies):
+    with torch.device("cuda"):
         layer = HummingLayer(
-            shape_n=weight.shape[0],
-            shape_k=weight.shape[1],
-            num_experts=None,
+            shape_n=out_features,
+            shape_k=words * CODES_PER_WORD,
+            num_experts=experts[0] if experts else None,
             torch_dtype=torch.bfloat16,
             weight_config=dict(**form, strategy="group", group_size=GROUP_SIZE, symmetric=True),
-        ).cuda()
-        scales = to_torch(weight.scales.astype(np.float32))
-        layer.load_from_tensors({"weight_packed": to_torch(weight.qweight), "weight_scale": scales})
-        layer.transform()
-        layers.append(layer)
-    return layers
+        )
+    layer.load_from_tensors({"weight_packed": qweight, "weight_scale": scales})
+    layer.transform()
+    return layer
 
 
 PEERS = (

@@ -10,17 +10,23 @@ from kdtree_nb.kernels.source import read_source
 ARCHS = ("sm_80", "sm_90a", "sm_100", "sm_120")
 DEFINES: dict[str, dict[str, str]] = {
     "dense_gemm.cu": {"WEIGHT": "__nv_bfloat16"},
-    "dense_mma.cu": {"IN_FEATURES": "2048", "PARTS": "8", "TILES": "1", "ROWS": "16", "STAGES": "3", "OUT": "float"},
+    "dense_mma.cu": {"IN_FEATURES": "2048", "OUT": "float"}
+    | {"PARTS": "8", "TILES": "1", "ROWS": "16", "STAGES": "3", "BLOCKS": "1"},
     "w4a16_gemm.cu": {"SCALE": "__nv_bfloat16"},
-    "tree_attention_mma.cu": {"KV_LORA": "512", "ROPE": "64", "ROWS": "64"},
-    "w4a16_mma.cu": {"IN_FEATURES": "7168", "PARTS": "8", "TILES": "2", "ROWS": "16", "STAGES": "4"},
-    **{name: {"OUT": "__nv_bfloat16"} for name in ("rms_norm.cu", "rope.cu", "swiglu.cu")},
+    "tree_attention_mma.cu": {"KV_LORA": "512", "ROPE": "64", "ROWS": "64", "STAGES": "2"},
+    "tree_attention_wgmma.cu": {"KV_LORA": "512", "ROPE": "64"},
+    "tree_attention_combine.cu": {"KV_LORA": "512"},
+    **{name: {"OUT": "__nv_bfloat16"} for name in ("rms_norm.cu", "split_queries.cu", "swiglu.cu")},
     "latent_write.cu": {"CACHE": "__nv_bfloat16"},
     "cache_commit.cu": {"VALUE": "__nv_bfloat16"},
+    "w4a16_mma.cu": {"IN_FEATURES": "7168", "PARTS": "8", "TILES": "2", "ROWS": "16", "STAGES": "4", "BLOCKS": "1"},
     "moe.cu": {"WEIGHT": "Int4Weight<__nv_bfloat16>", "VALUE": "uint4", "SCALE": "__nv_bfloat16"},
     "moe_mma.cu": {"IN_FEATURES": "7168", "PARTS": "4", "TILES": "4", "STAGES": "4"},
 }
 """What a source needs to know of weights, results and cache: as Kimi K2 checkpoints store them, and bfloat16."""
+
+HOPPER = {"tree_attention_wgmma.cu"}
+"""Sources whose instructions are those of sm_90a only."""
 
 
 class KernelResources(NamedTuple):
@@ -43,6 +49,8 @@ def resources(archs: tuple[str, ...] = ARCHS) -> Iterator[KernelResources]:
     sources = sorted(path.name for path in files("kdtree_nb.kernels").iterdir() if path.name.endswith(".cu"))
     for name in sources:
         for arch in archs:
+            if name in HOPPER and arch != "sm_90a":
+                continue
             cubin = compile_cubin(read_source(name), arch, DEFINES.get(name))
             for kernel, used in cubin.resources.items():
                 yield KernelResources(kernel, arch, used, len(cubin.code))

@@ -66,6 +66,7 @@ class Bundle(Mapping[str, np.ndarray]):
         self.config, self.tokenizer = shards[0].config, shards[0].tokenizer
         self.entries = MappingProxyType(dict(entries))
         self._shards = {shard.path: shard for shard in shards}
+        self._places = {name: (shard.path, begin) for shard in shards for name, begin in shard.offsets.items()}
 
     @classmethod
     def open(cls, path: str | os.PathLike[str]) -> "Bundle":
@@ -102,8 +103,7 @@ class Bundle(Mapping[str, np.ndarray]):
 
     def place(self, name: str) -> tuple[Path, int]:
         """The file that holds a stored tensor, and the byte of it where the tensor begins."""
-        file = self.entries[name].file
-        return file, self._shards[file].offsets[name]
+        return self._places[name]
 
     def read_into(self, out: np.ndarray, file: Path, begin: int) -> None:
         """Fill memory that is there already, uint8 [bytes], with the bytes of a file from ``begin`` on.

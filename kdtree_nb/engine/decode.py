@@ -1,13 +1,15 @@
 """The decoding loop: round after round, until the text is long enough."""
 
 import time
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import numpy as np
 
 from kdtree_nb.engine.device import Device
-from kdtree_nb.engine.rounds import Budget, Rounds, Sampling
+from kdtree_nb.engine.rounds import Budget, Outcome, Rounds
+from kdtree_nb.kernels.choose_tokens import Sampling
 from kdtree_nb.reference.tree import DraftTree
 
 DECODERS = ("ar", "chain", "ddtree")
@@ -38,6 +40,7 @@ class Generation:
     logits : float32 [len(tokens), vocab] or None
         Those that chose each token, where they were asked for.
     prefill_seconds, decode_seconds : float
+        Until the prompt was committed, and from then until the last token was read.
     """
 
     tokens: list[int] = field(default_factory=list)
@@ -83,26 +86,31 @@ def decode(
 
     The last token of the prompt is the root of the first round, and each round's bonus token that of
     the next: a root's latent enters the cache in the pass that verifies its tree.
+
+    Where a round needs nothing of the host, the next one is launched before it is read. So a GPU need not wait for the
+    host, and at a text's end one round more may be running, which nobody reads.
     """
     started = time.perf_counter()
     generation, device, config = Generation(), rounds.device, rounds.model.config
-    rounds.begin(prompt, limit)
+    rounds.begin(prompt, limit, sampling)
     device.host(rounds.cache.length)  # waits for a GPU
     generation.prefill_seconds = time.perf_counter() - started
 
     committed: list[int] = prompt.tolist()
     kept: list[np.ndarray] = []
+    watched = on_round is not None or keep_logits  # the next round overwrites what is asked for
+    ahead = 1 if rounds.unattended(decoder != "ar") and not watched else 0
+    running: deque[Outcome] = deque()
     while len(generation.tokens) < limit:
-        last = len(generation.tokens) + 1 == limit  # there is nothing to be drafted
-        tree, logits, accepted = rounds.run("ar" if last else decoder, budget, committed, sampling)
-
-        new_tokens = device.host(accepted.tokens).tolist()[: int(device.host(accepted.length)[0])]
-        nodes = rounds.drafted(tree)
-        path = device.host(accepted.path)[: len(new_tokens)]
+        while len(running) <= ahead and (sure := len(generation.tokens) + len(running)) < limit:  # one token a round
+            last = sure + 1 == limit  # there is nothing to be drafted
+            running.append(rounds.run("ar" if last else decoder, budget, committed))
+        outcome = running.popleft()
+        nodes, new_tokens, path = rounds.read(outcome)
         if on_round:
-            on_round(on_host(tree, device, nodes), path)
+            on_round(on_host(outcome.tree, device, nodes), path)
         if keep_logits:
-            kept.extend(device.host(logits)[path])
+            kept.extend(device.host(outcome.logits)[path])
         for token in new_tokens:
             generation.tokens.append(token)
             committed.append(token)

@@ -2,11 +2,14 @@
 
 import functools
 import platform
+import weakref
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
 import numpy as np
 
+from kdtree_nb.engine.graph import bytes_of_graphs
 from kdtree_nb.kernels.launch import Array, emulated, stored_as
 
 DEVICES = ("auto", "cuda", "cpu", "emulated")
@@ -100,5 +103,43 @@ class Device(NamedTuple):
         return array.astype(np.float32, copy=False)
 
     def bytes_held(self) -> int:
-        """Bytes that live arrays hold on a GPU; 0 on a CPU."""
-        return 0 if self.xp is np else int(self.xp.get_default_memory_pool().used_bytes())
+        """Bytes that live arrays and recorded graphs hold on a GPU; 0 on a CPU."""
+        return 0 if self.xp is np else int(self.xp.get_default_memory_pool().used_bytes()) + bytes_of_graphs()
+
+
+class Mailbox:
+    """Where a GPU leaves small arrays for the host without waiting for it: two places, which are used in turn.
+
+    So an array has to be read before the second one after it is sent.
+
+    Parameters
+    ----------
+    size : int
+        Numbers that an array has at most; they are int32.
+    """
+
+    def __init__(self, device: Device, size: int) -> None:
+        self._xp, self._sent = device.xp, 0
+        if self._xp is not np:
+            cuda = self._xp.cuda
+            pinned = [cuda.alloc_pinned_memory(4 * size) for _ in range(2)]  # what a copy needs to be asynchronous
+            self._places = [np.ndarray(size, np.int32, buffer=memory) for memory in pinned]
+            self._arrivals = [cuda.Event(disable_timing=True) for _ in pinned]
+            for arrival in self._arrivals:  # the pool gives a place to others, and a copy may be on its way there still
+                weakref.finalize(self, arrival.synchronize)
+
+    def send(self, array: Array) -> Callable[[], np.ndarray]:
+        """Copy an array as it is now, behind all that the GPU has to do before; what is returned waits and reads it."""
+        if self._xp is np:
+            copy = array.copy()
+            return lambda: copy
+        place, arrival = self._places[self._sent % 2][: array.size], self._arrivals[self._sent % 2]
+        self._sent += 1
+        self._xp.asnumpy(array, out=place, blocking=False)
+        arrival.record()
+
+        def read() -> np.ndarray:
+            arrival.synchronize()
+            return place.copy()
+
+        return read

@@ -105,6 +105,9 @@ class PromptLookup(Drafter):
             )
         self.length, self.width, self.longest_match = length, width, longest_match
 
+    def __repr__(self) -> str:
+        return f"PromptLookup(length={self.length}, width={self.width}, longest_match={self.longest_match})"
+
     def propose(self, tokens: np.ndarray) -> Proposal:
         """As :meth:`Drafter.propose`; a position that nothing votes for, and all after it, are −inf."""
         log_probs = np.full((self.length, self.width), -np.inf, np.float32)
@@ -151,6 +154,9 @@ class Oracle(Drafter):
         self.answer = np.asarray(answer, np.int32)
         self.vocab_size, self.length, self.width = vocab_size, length, width
         self.hit_rate, self.seed = hit_rate, seed
+
+    def __repr__(self) -> str:
+        return f"Oracle(length={self.length}, width={self.width}, hit_rate={self.hit_rate})"
 
     def propose(self, tokens: np.ndarray) -> Proposal:
         """As :meth:`Drafter.propose`; beyond the answer's end, 0 counts as right."""

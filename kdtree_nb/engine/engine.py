@@ -19,8 +19,9 @@ from kdtree_nb.engine.device import Device
 from kdtree_nb.engine.dflash import DFlash
 from kdtree_nb.engine.drafter import NO_DRAFTER, Drafter, PromptLookup
 from kdtree_nb.engine.model import Model
-from kdtree_nb.engine.rounds import Budget, Rounds, Sampling
+from kdtree_nb.engine.rounds import Budget, Rounds
 from kdtree_nb.engine.weights import Weights
+from kdtree_nb.kernels.choose_tokens import Sampling
 from kdtree_nb.kernels.tree_build import MAX_BUDGET
 
 if TYPE_CHECKING:
@@ -33,6 +34,8 @@ LONGEST_BY_DEFAULT = 2**18
 """A bundle may claim any length, and tables are made for all of it."""
 ROWS_AT_ONCE = 256
 """By which caches grow."""
+MOST_KEPT = 3
+"""Rounds that are kept from text to text: plain decoding's, the trained drafter's, and those of a variant of it."""
 LOWEST_TEMPERATURE = 1e-6
 """Above 0. The text is the greedy one long before, and logits / temperature stays far from overflow."""
 
@@ -60,7 +63,7 @@ class Engine:
         self.dtype = dtype
         self.model = Model(bundle.config, Weights(bundle, device, DTYPES[dtype]), device, capacity)
         self.drafter = PromptLookup() if drafter is None else DFlash(drafter, self.model, device, capacity)
-        self._kept: dict[Drafter, Rounds] = {}
+        self._kept: list[Rounds] = []  # the last used last
         self._tokenizer: Tokenizer | None = None
 
     @classmethod
@@ -179,7 +182,7 @@ class Engine:
         on_round : callable, optional
             Called after each round with its tree and the accepted path; a GPU has to wait for it.
         keep_logits : bool
-            Return the logits that chose each token.
+            Return the logits that chose each token; a GPU has to wait for them.
 
         Raises
         ------
@@ -217,18 +220,25 @@ class Engine:
             generation.text = tokenizer.decode(generation.tokens)
         return generation
 
+    def release(self) -> None:
+        """Free the caches and recorded rounds that are kept for the next text, which then makes its own."""
+        self._kept.clear()
+
     @contextmanager
     def _rounds(self, drafter: Drafter, rows: int) -> Iterator[Rounds]:
         """With room for a text; kept from text to text for plain decoding and for trained drafters.
 
         While a text is written they are its own: a text that is begun meanwhile gets others.
         """
-        found = self._kept.pop(drafter, None)
+        found = next((kept for kept in self._kept if kept.of is drafter), None)
+        self._kept = [kept for kept in self._kept if kept is not found]
         if found is None or found.rows < rows:
+            found = None  # its memory is free before more is taken
             found = Rounds(self.model, drafter, -(-rows // ROWS_AT_ONCE) * ROWS_AT_ONCE)
         yield found
-        if drafter is NO_DRAFTER or drafter is self.drafter or isinstance(drafter, DFlash):
-            self._kept[drafter] = found
+        if drafter is NO_DRAFTER or isinstance(drafter, DFlash):
+            others = [kept for kept in self._kept if kept.of is not drafter]
+            self._kept = [*others, found][-MOST_KEPT:]
 
     def _budget(self, nodes: int | str, drafter: Drafter) -> Budget:
         if nodes != "auto":

@@ -1,9 +1,16 @@
 """A CUDA graph: what a function launches, recorded once and sent to the GPU with one call."""
 
 from collections.abc import Callable
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
+from weakref import WeakSet
 
 T = TypeVar("T")
+_recorded: "WeakSet[Graph[Any]]" = WeakSet()
+
+
+def bytes_of_graphs() -> int:
+    """Device memory of all graphs there are."""
+    return sum(graph.nbytes for graph in _recorded)
 
 
 class Graph(Generic[T]):
@@ -12,24 +19,31 @@ class Graph(Generic[T]):
     The function is not run by that. It has to have run before, so that weights are loaded and kernels compiled. It may
     read and write only arrays that stay where they are; nothing in it may copy from the host or wait for the GPU.
 
+    Its arguments, and the arrays in them, live as long as the graph. The function does not: it is a method of what
+    keeps the graph, and the two would keep each other alive.
+
     Attributes
     ----------
     result
         What the function returned: arrays that every launch writes anew.
+    nbytes : int
+        Device memory of all arrays that the function made.
     """
 
-    def __init__(self, function: Callable[[], T]) -> None:
+    def __init__(self, function: Callable[..., T], *arguments: Any) -> None:
         import cupy
 
-        self._function = function  # and with it all arrays that it reads
+        self._arguments = arguments
         self._memory = cupy.cuda.MemoryPool()  # its own: nobody else may be given what the graph writes to
         self._stream = cupy.cuda.get_current_stream()
         with cupy.cuda.using_allocator(self._memory.malloc):
             self._stream.begin_capture()
             try:
-                self.result = function()
+                self.result = function(*arguments)
             finally:
                 self._graph = self._stream.end_capture()
+        self.nbytes = int(self._memory.total_bytes())
+        _recorded.add(self)
 
     def launch(self) -> T:
         """Run it on the stream that it was recorded on; does not wait."""

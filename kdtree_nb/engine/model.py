@@ -8,17 +8,17 @@ import numpy as np
 from kdtree_nb.config import ModelConfig
 from kdtree_nb.engine.cache import LatentCache
 from kdtree_nb.engine.device import Device
-from kdtree_nb.engine.weights import Weights, joined
+from kdtree_nb.engine.weights import Weights
 from kdtree_nb.kernels.latent_write import latent_write
-from kdtree_nb.kernels.launch import Array, runs_cuda
+from kdtree_nb.kernels.launch import Array, empty_beside, runs_cuda
 from kdtree_nb.kernels.moe_route import moe_route
 from kdtree_nb.kernels.rms_norm import add_norm, rms_norm
-from kdtree_nb.kernels.rope import rope
+from kdtree_nb.kernels.split_queries import split_queries
 from kdtree_nb.kernels.swiglu import swiglu
 from kdtree_nb.kernels.tree_attention import tree_attention
 from kdtree_nb.kernels.tree_attention_mma import tree_attention_mma
 from kdtree_nb.reference.linear import Tiles
-from kdtree_nb.reference.moe import moe as reference_moe
+from kdtree_nb.reference.moe import moe_by_blocks
 from kdtree_nb.reference.norm import LATENT_EPS
 from kdtree_nb.reference.rope import rope as rotation_of
 from kdtree_nb.reference.rope import rope_table, softmax_scale
@@ -127,22 +127,17 @@ class Model:
             queries = rms_norm(queries, weights.vector(f"{at}.q_a_layernorm"), LATENT_EPS, weights.dtype)
             queries = weights.linear(queries, f"{at}.q_b_proj")
         queries = queries.reshape(len(x), config.num_attention_heads, config.qk_head_dim)
-        queries = rope(queries, self._rope_table, cache.length, depths, weights.dtype)
-        q_latent = weights.heads(queries[..., : config.qk_nope_head_dim], absorb_key)  # [N, heads, kv_lora]
+        plain, queries = split_queries(
+            queries, self._rope_table, cache.length, depths, config.kv_lora_rank, weights.dtype
+        )
+        weights.heads(plain, absorb_key, out=queries[..., : config.kv_lora_rank])
 
         norm = weights.vector(f"{at}.kv_a_layernorm")
         latent_write(compressed, norm, self._rope_table, cache.length, depths, cache.rows[layer])
         attend = tree_attention if weights.dtype == np.float32 else tree_attention_mma
-        mixed = attend(
-            joined(q_latent, queries[..., config.qk_nope_head_dim :]),
-            cache.rows[layer],
-            cache.length,
-            parents,
-            depths,
-            config.kv_lora_rank,
-            self._scale,
-        )
-        values = weights.heads(mixed, expand_value)  # [N, heads, v]
+        mixed = attend(queries, cache.rows[layer], cache.length, parents, depths, config.kv_lora_rank, self._scale)
+        values = empty_beside(mixed, (*mixed.shape[:2], config.v_head_dim), weights.dtype)
+        weights.heads(mixed, expand_value, out=values)
         return weights.linear(values.reshape(len(x), -1), f"{at}.o_proj")
 
     def _absorbed_weights(self, layer: int) -> tuple[Array | Tiles, Array | Tiles]:
@@ -156,17 +151,17 @@ class Model:
         return self._absorbed[layer]
 
     def _mlp(self, layer: int, x: Array) -> Array:
-        at = f"model.layers.{layer}.mlp"
-        if self.config.is_dense(layer):
+        config, at = self.config, f"model.layers.{layer}.mlp"
+        if config.is_dense(layer):
             return self._swiglu(x, at)
         bias = self.weights.vector(f"{at}.gate.e_score_correction_bias")
-        expert_ids, weights = moe_route(self.weights.linear(x, f"{at}.gate"), bias, self.config)
-        if runs_cuda(x):
-            output = self.weights.moe(x, expert_ids, weights, f"{at}.experts", self.config.n_routed_experts)
-        else:
-            rows = self.device.float32(x)
-            output = reference_moe(rows, expert_ids, weights, lambda e, rows: self._swiglu(rows, f"{at}.experts.{e}"))
-        return output + self._swiglu(x, f"{at}.shared_experts") if self.config.n_shared_experts else output
+        expert_ids, weights = moe_route(self.weights.linear(x, f"{at}.gate"), bias, config)
+        if not runs_cuda(x):
+            shared = range(config.n_routed_experts, config.n_routed_experts + config.n_shared_experts)
+            tiles_of = self.weights.expert_tiles(at, config)
+            return moe_by_blocks(self.device.float32(x), expert_ids, weights, shared, tiles_of, self.weights.dtype)
+        output = self.weights.moe(x, expert_ids, weights, f"{at}.experts", config.n_routed_experts)
+        return output + self._swiglu(x, f"{at}.shared_experts") if config.n_shared_experts else output
 
     def _swiglu(self, x: Array, at: str) -> Array:
         gate_up = self.weights.linear(x, f"{at}.gate_proj", f"{at}.up_proj")

@@ -1,43 +1,36 @@
 """A round: draft, build the tree, verify, accept, commit; on a GPU as two CUDA graphs.
 
-All that a round needs to know, the last token, the committed length, how many tokens may still come, lies in buffers
-beside the cache and is brought up to date by the round itself. So on a GPU the host has nothing to say in between: it
-launches, and reads what was committed afterwards.
+All that a round needs to know, the last token, the committed length, how many tokens may still come and how they are
+chosen, lies in buffers beside the cache; what changes is brought up to date by the round itself. So on a GPU the host
+has nothing to say in between: it launches, and reads what was committed afterwards.
 """
 
+import math
 from collections.abc import Callable, Hashable
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
 from kdtree_nb.engine.cache import LatentCache
-from kdtree_nb.engine.device import Device
+from kdtree_nb.engine.device import Device, Mailbox
 from kdtree_nb.engine.drafter import Drafter, Proposal, cut
 from kdtree_nb.engine.graph import Graph
 from kdtree_nb.engine.model import Model
-from kdtree_nb.kernels.choose_tokens import choose_tokens
+from kdtree_nb.engine.weights import joined
+from kdtree_nb.kernels.choose_tokens import WORDS, Sampling, choose_tokens
 from kdtree_nb.kernels.launch import Array
-from kdtree_nb.kernels.tree_accept import Acceptance, tree_accept
-from kdtree_nb.kernels.tree_build import tree_build
+from kdtree_nb.kernels.tree_accept import tree_accept
+from kdtree_nb.kernels.tree_build import MAX_BUDGET, tree_build
 from kdtree_nb.reference.tree import DraftTree, check_marginals
 
 PREFILL_ROWS = 64
 PASSES = (1, 2, 4, 6, 8, 12, 16, 24, 32, 48, 65)
 """Rows of the passes that a budget with costs may choose on a GPU, which has a graph for each."""
 FIRST_PASS = 24
-"""The rows of a text's first pass, where nothing is known of it yet."""
-MOST_GRAPHS = 64
-"""That are kept: each holds the memory of a pass."""
+"""The rows of a text's passes while nothing is known of it yet."""
+GRAPH_BYTES = 2**31
+"""Of device memory that recorded rounds may hold when a text begins: with more, they are recorded anew."""
 T = TypeVar("T")
-
-
-class Sampling(NamedTuple):
-    """How the target chooses: see :func:`kdtree_nb.reference.sampling.choose_tokens`."""
-
-    temperature: float = 0.0
-    seed: int = 0
-    top_k: int = 0
-    top_p: float = 1.0
 
 
 class Budget(NamedTuple):
@@ -48,17 +41,34 @@ class Budget(NamedTuple):
 
 
 class Outcome(NamedTuple):
-    """What a round did. On a GPU the next one may overwrite all of it.
+    """What a round does. On a GPU it may still run; the next one may overwrite tree and logits.
 
     tree : DraftTree
-        As it was verified, the padding of a GPU included.
+        As it is verified, the padding of a GPU included.
     logits : float32 [rows, vocab]
-    accepted : Acceptance
+    report : function
+        For :meth:`Rounds.read`: waits for the round.
     """
 
     tree: DraftTree
     logits: Array
-    accepted: Acceptance
+    report: Callable[[], np.ndarray]
+
+
+class Report(NamedTuple):
+    """What the host is told of a round.
+
+    nodes : int
+        Of its tree, the root included.
+    tokens : list of int
+        It committed.
+    path : int32 [tokens]
+        The accepted nodes, the root first.
+    """
+
+    nodes: int
+    tokens: list[int]
+    path: np.ndarray
 
 
 class Rounds:
@@ -71,40 +81,60 @@ class Rounds:
 
     Attributes
     ----------
+    of : Drafter
+        That they were made for.
+    drafter : Drafter
+        Which it started for these rounds.
     cache : LatentCache
     root : int32 [1]
         The last committed token, whose latent the next round adds.
     left : int32 [1]
         How many tokens may still come.
+    sampling : uint64 [4]
+        How they are chosen: :meth:`Sampling.words`.
     """
 
     def __init__(self, model: Model, drafter: Drafter, rows: int) -> None:
         self.model, self.device = model, model.device
         self.rows = rows
         self.cache = LatentCache(model.config, rows, model.device, model.weights.dtype)
-        self.drafter = drafter.start(self.cache)
+        self.of, self.drafter = drafter, drafter.start(self.cache)
         xp = self.device.xp
-        self.root, self.left = xp.zeros(1, np.int32), xp.zeros(1, np.int32)
+        self.root, self.left, self.sampling = xp.zeros(1, np.int32), xp.zeros(1, np.int32), xp.zeros(WORDS, np.uint64)
         self._alone = DraftTree(self.root, xp.full(1, -1, np.int32), xp.zeros(1, np.int32), xp.zeros(1, np.float32), 1)
-        self._rows = FIRST_PASS
+        self._mailbox = Mailbox(self.device, 2 + 2 * (1 + MAX_BUDGET))
+        self._paid = 0.0
         self._graphs: dict[Hashable, Graph | None] = {}  # None: has run once
 
-    def begin(self, prompt: np.ndarray, limit: int) -> None:
+    def begin(self, prompt: np.ndarray, limit: int, sampling: Sampling) -> None:
         """Start a text: all tokens of the prompt but the last are committed, a chunk of rows at a time."""
+        if sum(graph.nbytes for graph in self._graphs.values() if graph) > GRAPH_BYTES:
+            self.device.host(self.left)  # a round that nobody read may be running
+            self._graphs.clear()  # all: a pass that is recorded reads the tree of its draft's graph
         self.cache.length[:] = 0
         prefill(self.model, self.cache, prompt[:-1], self.drafter)
         self.root[:] = int(prompt[-1])
         self.left[:] = limit
-        self._rows = FIRST_PASS
+        self.sampling[:] = self.device.put(sampling.words())
+        self._paid = 0.0
 
-    def run(self, decoder: str, budget: Budget, committed: list[int], sampling: Sampling) -> Outcome:
-        """One round.
+    def unattended(self, drafts: bool) -> bool:
+        """Whether a round needs nothing of the host, so that it can be launched before the last one was read.
+
+        On a GPU, if nothing proposes or observes on the host. A round that comes after the text's last token stays
+        within the rows of the text and of a budget, too: it has a root, and drafts nothing.
+        """
+        hosted = not self.drafter.on_device and (drafts or bool(self.drafter.taps))
+        return self.device.name == "cuda" and not hosted
+
+    def run(self, decoder: str, budget: Budget, committed: list[int]) -> Outcome:
+        """One round; a GPU is not waited for.
 
         Parameters
         ----------
         decoder : {"ar", "chain", "ddtree"}
         committed : list of int
-            The text so far, for drafters that work on the host.
+            The text so far, for drafters that work on the host; nothing reads it where rounds are unattended.
 
         Raises
         ------
@@ -112,31 +142,34 @@ class Rounds:
             If the drafter proposes what are no log-probabilities, or no tokens of the target.
         """
         drafts = decoder != "ar" and budget.nodes > 0
-        fixed = self.device.name == "cuda" and (not drafts or self.drafter.on_device)
+        fixed = self.unattended(drafts)
         what = (decoder, budget.nodes, budget.costs is None) if drafts else ("ar",)
         tree, max_path = self._alone, 1
         if drafts:
             draft = ("draft", *what)
-            tree, max_path = self._do(draft, fixed, lambda: self._draft(decoder, budget, committed))
+            tree, max_path = self._do(draft, fixed, self._draft, decoder, budget, committed)
             tree = self._cut(tree, budget, fixed)
             fixed = self._graphs.get(draft) is not None  # else the next draft writes another tree, elsewhere
-        of = ("verify", *what, len(tree.tokens), sampling)
-        logits, accepted = self._do(of, fixed, lambda: self._verify(tree, max_path, sampling))
-        return Outcome(tree, logits, accepted)
+        of = ("verify", *what, len(tree.tokens))
+        logits, report = self._do(of, fixed, self._verify, tree, max_path)
+        return Outcome(tree, logits, self._mailbox.send(report))
 
-    def _do(self, key: Hashable, fixed: bool, step: Callable[[], T]) -> T:
-        """Run a step; what is fixed is recorded at the second time and launched from then on.
+    def read(self, outcome: Outcome) -> Report:
+        """Wait for a round, and read it."""
+        numbers = outcome.report()
+        nodes, length = numbers[:2].tolist()
+        tokens, path = numbers[2:].reshape(2, -1)[:, :length]
+        self._paid = math.sqrt((self._paid or nodes) * nodes)
+        return Report(min(nodes, len(outcome.tree.tokens)), tokens.tolist(), path)
 
-        A pass that is recorded reads the tree of its draft's graph, so all graphs are forgotten together.
-        """
+    def _do(self, key: Hashable, fixed: bool, step: Callable[..., T], *arguments: Any) -> T:
+        """Run a step; what is fixed is recorded at the second time and launched from then on."""
         if not fixed:
-            return step()
+            return step(*arguments)
         if key not in self._graphs:
-            if len(self._graphs) >= MOST_GRAPHS:
-                self._graphs.clear()
             self._graphs[key] = None
-            return step()
-        graph = self._graphs[key] or Graph(step)
+            return step(*arguments)
+        graph = self._graphs[key] or Graph(step, *arguments)
         self._graphs[key] = graph
         return graph.launch()
 
@@ -149,19 +182,15 @@ class Rounds:
             log_probs, token_ids = self.device.put(proposal.log_probs), self.device.put(proposal.token_ids)
             children = None if proposal.children is None else self.device.put(proposal.children)
         log_probs = cut(log_probs, self.left - 1, chain=decoder == "chain")
-        return tree_build(self.root, log_probs, token_ids, budget.nodes, children, budget.costs), 1 + len(token_ids)
-
-    def drafted(self, tree: DraftTree) -> int:
-        """How many nodes a round's tree had, the root included; the next pass has room for as many as paid now."""
-        nodes = count_nodes(tree, self.device)
-        self._rows = min((rows for rows in PASSES if rows >= nodes), default=PASSES[-1])
-        return min(nodes, len(tree.tokens))
+        tree = tree_build(self.root, log_probs, token_ids, budget.nodes, children, budget.costs)
+        return tree, 1 + min(len(token_ids), budget.nodes)
 
     def _cut(self, tree: DraftTree, budget: Budget, fixed: bool) -> DraftTree:
         """The rows of a tree that are worth a pass.
 
         NumPy knows where a tree ends. A GPU's host does not, and does not ask: where the cost of a pass is at stake, it
-        takes the size that would have been right the round before.
+        takes the size nearest to the mean of what paid in the rounds that it has read: a geometric mean, which one
+        large tree does not move far, and half of which is the last round, as a text goes from easy to hard.
         """
         if isinstance(tree.num_nodes, int):
             return tree.first(tree.num_nodes)
@@ -169,21 +198,29 @@ class Rounds:
             return tree
         if not fixed:
             return tree.first(count_nodes(tree, self.device))
-        rows = slice(self._rows)
+        size = self._paid or FIRST_PASS
+        rows = slice(min(PASSES, key=lambda rows: max(rows / size, size / rows)))
         columns = tree.tokens[rows], tree.parents[rows], tree.depths[rows], tree.scores[rows]
         return DraftTree(*columns, num_nodes=tree.num_nodes)
 
-    def _verify(self, tree: DraftTree, max_path: int, sampling: Sampling) -> tuple[Array, Acceptance]:
-        """One target forward over a tree: its logits, and what was accepted and committed."""
+    def _verify(self, tree: DraftTree, max_path: int) -> tuple[Array, Array]:
+        """One target forward over a tree: its logits, and what was accepted and committed.
+
+        The second is all that the host has to read, int32 [2 + 2 · max_path], less on a CPU: the tree's nodes, and how
+        many entries count in the two arrays that follow, the committed tokens and the accepted path.
+        """
         logits, features = self.model.forward(tree.tokens, tree.parents, tree.depths, self.cache, self.drafter.taps)
-        targets = choose_tokens(logits, self.cache.length, tree.depths, *sampling)
+        targets = choose_tokens(logits, self.cache.length, tree.depths, self.sampling)
         accepted = tree_accept(tree.tokens, tree.parents, targets, max_path)
         if self.drafter.taps:
             self.drafter.observe(features[:, self.device.xp.maximum(accepted.path, 0)])
         self.cache.commit(accepted.path, accepted.length)
         self.root[:] = accepted.tokens[accepted.length - 1]
         self.left -= accepted.length
-        return logits, accepted
+        nodes = tree.num_nodes
+        if isinstance(nodes, int):
+            nodes = self.device.xp.full(1, nodes, np.int32)
+        return logits, joined(nodes, accepted.length, accepted.tokens, accepted.path)
 
 
 def prefill(model: Model, cache: LatentCache, tokens: np.ndarray, drafter: Drafter | None = None) -> None:

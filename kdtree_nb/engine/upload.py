@@ -9,6 +9,7 @@ and its tensors go from there to wherever in the GPU's memory they belong: a sta
 import os
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
+from operator import attrgetter
 from pathlib import Path
 from queue import SimpleQueue
 from typing import NamedTuple
@@ -53,18 +54,22 @@ class PinnedBuffer:
 
 def reads(pieces: Iterable[Piece], most: int) -> list[list[Piece]]:
     """Pieces in the order of their files, cut and put together so that each list is one read of at most ``most``."""
+    of_file: dict[Path, list[Piece]] = {}
+    for piece in pieces:
+        of_file.setdefault(piece.file, []).append(piece)
     found: list[list[Piece]] = []
-    after, room = None, 0
-    for piece in sorted(pieces, key=lambda piece: (str(piece.file), piece.begin)):
-        while piece.begin < piece.end:
-            if (piece.file, piece.begin) != after or not room:
-                found.append([])
-                room = most
-            cut = min(piece.end, piece.begin + room)
-            found[-1].append(piece._replace(end=cut))
-            room -= cut - piece.begin
-            piece = piece._replace(begin=cut, address=piece.address + cut - piece.begin)
-            after = piece.file, cut
+    for file in sorted(of_file):
+        after, room = -1, 0
+        for _, begin, end, address in sorted(of_file[file], key=attrgetter("begin")):
+            while begin < end:
+                if begin != after or not room:
+                    found.append([])
+                    room = most
+                cut = min(end, begin + room)
+                found[-1].append(Piece(file, begin, cut, address))
+                address += cut - begin
+                room -= cut - begin
+                begin = after = cut
     return found
 
 

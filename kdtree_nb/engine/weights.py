@@ -10,6 +10,7 @@ from ml_dtypes import bfloat16
 
 from kdtree_nb.bundle import Bundle
 from kdtree_nb.bundle.format import DTYPES
+from kdtree_nb.config import ModelConfig
 from kdtree_nb.engine.device import Device
 from kdtree_nb.engine.upload import Piece, upload
 from kdtree_nb.kernels.dense_gemm import dense_gemm
@@ -46,6 +47,7 @@ class Weights:
         self._vectors: dict[str, Array] = {}
         self._stored: dict[tuple[str, ...], tuple[Any, ...]] = {}
         self._tiles: dict[tuple[str, ...], Tiles] = {}
+        self._expert_tiles: dict[tuple[str, int], tuple[Tiles, Tiles]] = {}
         self._experts: dict[str, tuple[Any, Any]] = {}
         self._awaited: list[Piece] | None = None  # within preload: what its one upload will bring
 
@@ -107,14 +109,13 @@ class Weights:
             return (w4a16_mma if self._narrow else w4a16_gemm)(x, *self._on_device(names, ".qw", ".sc"))
         return (dense_mma if self._narrow else dense_gemm)(x, *self._on_device(names, ""))
 
-    def heads(self, x: Array, weight: Array | Tiles) -> Array:
-        """Each head's product with a weight of :meth:`stack`, in ``dtype``: [tokens, heads, in] to [.., .., out]."""
-        by_head = x.swapaxes(0, 1)
+    def heads(self, x: Array, weight: Array | Tiles, out: Array) -> None:
+        """Each head's product with a weight of :meth:`stack`: dtype [tokens, heads, in] to out, dtype [.., .., out]."""
+        by_head, result = x.swapaxes(0, 1), out.swapaxes(0, 1)
         if isinstance(weight, Tiles):
-            y = self._entering(linear(self._device.float32(by_head), weight))
+            result[...] = linear(self._device.float32(by_head), weight)
         else:
-            y = dense_mma(by_head, weight, self.dtype) if self._narrow else dense_gemm(by_head, weight)
-        return y.swapaxes(0, 1)
+            (dense_mma if self._narrow else dense_gemm)(by_head, weight, result)
 
     def stack(self, matrices: Array) -> Array | Tiles:
         """Matrices of :meth:`matrix`, float32 [heads, out, in], laid out for :meth:`heads`."""
@@ -140,6 +141,25 @@ class Weights:
             stored = gate_up, down
             self._experts[at] = self._arranged_experts(*stored) if self._awaited is None else stored
         return self._experts[at]
+
+    def expert_tiles(self, at: str, config: ModelConfig) -> Callable[[int], tuple[Tiles, Tiles]]:
+        """From an expert's id to its gate-and-up and its down projection, for the CPU; shared ones follow the routed.
+
+        A checkpoint holds all shared experts of a layer as one that is as wide as they are together.
+        """
+
+        def tiles_of(expert: int) -> tuple[Tiles, Tiles]:
+            if (at, expert) not in self._expert_tiles:
+                shared = expert - config.n_routed_experts
+                name = f"{at}.shared_experts" if shared >= 0 else f"{at}.experts.{expert}"
+                width = config.moe_intermediate_size
+                own = slice(shared * width, (shared + 1) * width) if shared >= 0 else slice(None)
+                gate, up = (self.matrix(f"{name}.{which}_proj")[own] for which in ("gate", "up"))
+                down = self.matrix(f"{name}.down_proj")[:, own]
+                self._expert_tiles[at, expert] = tile(np.concatenate([gate, up])), tile(down)
+            return self._expert_tiles[at, expert]
+
+        return tiles_of
 
     def matrix(self, name: str) -> Array:
         """A float weight as float32 [out, in]; not kept, for those that re-arrange it."""

@@ -6,7 +6,7 @@
 //           stretch of the vocabulary, thread 0 the stretches, and the thread whose stretch it is finds the token.
 //           A cut is a key, and no token below it is kept. Both are found alike, 4 bits at a time: where masses summed
 //           from the largest key down reach a goal, each token's mass being 1 for top_k, its weight for top_p.
-// Grid      (N), 256 threads.
+// Grid      (N), 256 threads. How to choose lies in device memory, so that a CUDA graph serves every seed.
 // Invariant a row depends on its logits, its position and the seed; every sum has a fixed order, and those that decide
 //           a cut are of whole numbers, so that no order would change them.
 #include "order.cuh"
@@ -16,6 +16,13 @@ constexpr int THREADS = 256;
 constexpr double MASS_UNITS = 1099511627776.0;  // 2^40: what a weight of 1 counts for top_p
 
 typedef unsigned long long Word;
+
+struct Sampling {  // as Sampling.words() in choose_tokens.py lays it out
+    double temperature;
+    Word seed;
+    long long top_k;  // 0 keeps all
+    double top_p;     // 1 keeps all
+};
 
 // The first number in [0, 1) that numpy.random.Philox(counter=position, key=seed) gives.
 __device__ double uniform(Word seed, Word position)
@@ -75,12 +82,12 @@ __device__ Key crossing(const float* row, int vocab, Word (*sums)[THREADS], Mass
     return prefix;
 }
 
-extern "C" __global__ void choose_tokens(const float* __restrict__ logits,    // [N, vocab]
-                                         const int* __restrict__ prefix_len,  // [1]
-                                         const int* __restrict__ depths,      // [N], −1 in padding
-                                         int* __restrict__ targets,           // [N]
-                                         int vocab, double temperature, unsigned long long seed,
-                                         int top_k, double top_p)  // 0 and 1 keep all
+extern "C" __global__ void choose_tokens(const float* __restrict__ logits,       // [N, vocab]
+                                         const int* __restrict__ prefix_len,     // [1]
+                                         const int* __restrict__ depths,         // [N], −1 in padding
+                                         const Sampling* __restrict__ sampling,  // [1]
+                                         int* __restrict__ targets,              // [N]
+                                         int vocab)
 {
     __shared__ float best_logit[THREADS];
     __shared__ int best_id[THREADS];
@@ -88,6 +95,7 @@ extern "C" __global__ void choose_tokens(const float* __restrict__ logits,    //
     __shared__ Word digit_sums[16][THREADS];
     const float* row = logits + size_t(blockIdx.x) * vocab;
     const int thread = threadIdx.x;
+    const Sampling how = *sampling;
 
     float best = -INFINITY;
     int id = thread;
@@ -108,7 +116,7 @@ extern "C" __global__ void choose_tokens(const float* __restrict__ logits,    //
         }
     }
     __syncthreads();
-    if (temperature == 0 || isinf(best_logit[0])) {
+    if (how.temperature == 0 || isinf(best_logit[0])) {
         if (thread == 0)
             targets[blockIdx.x] = best_id[0];
         return;
@@ -117,15 +125,15 @@ extern "C" __global__ void choose_tokens(const float* __restrict__ logits,    //
     const double highest = best_logit[0];
     Key cut = 0;
     const auto weight = [&](int i, Key key) {
-        return key < cut || isnan(row[i]) ? 0.0 : exp((row[i] - highest) / temperature);
+        return key < cut || isnan(row[i]) ? 0.0 : exp((row[i] - highest) / how.temperature);
     };
-    if (0 < top_k && top_k < vocab)
+    if (0 < how.top_k && how.top_k < vocab)
         cut = crossing(
-            row, vocab, digit_sums, [](int, Key) { return Word(1); }, [=](double) { return double(top_k); });
-    if (top_p < 1)
+            row, vocab, digit_sums, [](int, Key) { return Word(1); }, [=](double) { return double(how.top_k); });
+    if (how.top_p < 1)
         cut = crossing(
             row, vocab, digit_sums, [&](int i, Key key) { return Word(rint(weight(i, key) * MASS_UNITS)); },
-            [=](double total) { return top_p * total; });
+            [=](double total) { return how.top_p * total; });
 
     const int stretch = (vocab + THREADS - 1) / THREADS, first = thread * stretch;
     const int end = min(first + stretch, vocab);
@@ -138,7 +146,7 @@ extern "C" __global__ void choose_tokens(const float* __restrict__ logits,    //
         for (int t = 1; t < THREADS; ++t)
             sums[t] += sums[t - 1];
     __syncthreads();
-    const double threshold = uniform(seed, *prefix_len + max(depths[blockIdx.x], 0)) * sums[THREADS - 1];
+    const double threshold = uniform(how.seed, *prefix_len + max(depths[blockIdx.x], 0)) * sums[THREADS - 1];
     const double before = thread ? sums[thread - 1] : 0;
     if (before <= threshold && threshold < sums[thread]) {
         double cumulative = before;

@@ -53,7 +53,7 @@ __device__ __forceinline__ void multiply(const Stage& stage, float (&sum)[TILES]
     }
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS, 1)
+extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
     dense_mma(const uint4* __restrict__ x,       // [stack, rows, in / 8], 8 bfloat16 each, strides below
               const uint4* __restrict__ weight,  // [stack, out, in / 8], 8 bfloat16 each
               OUT* __restrict__ y,               // [stack, rows, out], likewise

@@ -1,13 +1,13 @@
 """A product of bfloat16 activations with a bfloat16 weight on tensor cores; the weight is read as it is stored."""
 
 from math import inf
-from typing import Any, NamedTuple
 
 import numpy as np
 from ml_dtypes import bfloat16
 
-from kdtree_nb.kernels.gemm import check_rows, elements
-from kdtree_nb.kernels.launch import Array, Kernel, c_type, empty_beside, pointer, runs_cuda
+from kdtree_nb.kernels import w4a16_mma
+from kdtree_nb.kernels.gemm import check_rows, elements, place_of
+from kdtree_nb.kernels.launch import Array, Kernel, c_type, pointer, runs_cuda
 from kdtree_nb.kernels.w4a16_mma import STEP, Plan
 from kdtree_nb.reference import linear
 
@@ -17,20 +17,13 @@ VECTOR = 8
 _dense_mma = Kernel("dense_mma.cu")
 
 
-class Geometry(NamedTuple):
-    """How a launch cuts its work: the source's defines; only ``parts`` changes the order of a sum."""
-
-    parts: int
-    tiles: int
-    rows: int
-    stages: int
+class Geometry(w4a16_mma.Geometry):
+    """How a launch cuts its work, as of :mod:`~kdtree_nb.kernels.w4a16_mma`, but that a weight is bfloat16."""
 
     @property
-    def shared_bytes(self) -> int:
-        """A ring of stages for each warp, then the warps' sums in its place."""
-        stage = 2 * STEP * (16 * self.tiles + self.rows)
-        sums = self.rows * (16 * self.tiles + 4) * 4
-        return self.parts * max(self.stages * stage, sums)
+    def stage_bytes(self) -> int:
+        """A warp's operands of one step."""
+        return 2 * STEP * (16 * self.tiles + self.rows)
 
 
 FEW = Plan(8, {8: (1, 8, 4), 16: (1, 16, 3), 32: (1, 32, 2), inf: (1, 64, 2)})
@@ -51,7 +44,7 @@ def geometry_of(rows: int, weight: tuple[int, ...]) -> Geometry:
     return Geometry(parts, *next(cut for most, cut in plan.geometries.items() if rows <= most))
 
 
-def dense_mma(x: Array, weight: Array, dtype: Any = np.float32) -> Array:
+def dense_mma(x: Array, weight: Array, out: Array | None = None) -> Array:
     """``x · weightᵀ`` with products of exact operands, summed in fp32; a row's bits do not depend on the other rows.
 
     Parameters
@@ -60,13 +53,12 @@ def dense_mma(x: Array, weight: Array, dtype: Any = np.float32) -> Array:
         Rows and matrices may lie apart by multiples of 8 elements; each row is contiguous.
     weight : bfloat16 (on a GPU its bits as uint16) [out, in] or [stack, out, in]
         ``in`` is a multiple of 8.
-    dtype : float32 or bfloat16
-        To which the sums are rounded.
+    out : float32 or bfloat16 [rows, out] or [stack, rows, out], optional
+        Where to write the result, rounded to its dtype; rows and matrices may lie apart.
 
     Returns
     -------
-    dtype [rows, out] or [stack, rows, out]
-        A stack is laid out as [rows, stack, out]: a token's heads lie together.
+    float32 [rows, out] or [stack, rows, out], or ``out``
 
     Raises
     ------
@@ -84,25 +76,26 @@ def dense_mma(x: Array, weight: Array, dtype: Any = np.float32) -> Array:
             raise TypeError(f"dense_mma: {name} is {array.dtype.name}, expected bfloat16 (or its bits as uint16)")
     if not runs_cuda(x):
         operands = [array.view(bfloat16).astype(np.float32) for array in (x, weight)]
-        return linear.linear(operands[0], linear.tile(operands[1])).astype(dtype, copy=False)
+        product = linear.linear(operands[0], linear.tile(operands[1]))
+        if out is None:
+            return product
+        place_of("dense_mma", x, weight.shape[-2], out)[...] = product
+        return out
     if x.size and any(stride % (VECTOR * x.itemsize) for stride in x.strides[:-1]):
         raise ValueError(f"dense_mma: the rows of x are not multiples of {VECTOR} elements apart (strides {x.strides})")
-    return launch(x, weight, geometry_of(x.shape[-2], weight.shape), dtype)
+    return launch(x, weight, geometry_of(x.shape[-2], weight.shape), out)
 
 
-def launch(x: Array, weight: Array, geometry: Geometry, dtype: Any = np.float32) -> Array:
+def launch(x: Array, weight: Array, geometry: Geometry, out: Array | None = None) -> Array:
     """What :func:`dense_mma` does, in a given geometry."""
     stacked, (out_features, in_features) = x if x.ndim == 3 else x[None], weight.shape[-2:]
     stack, rows, _ = stacked.shape
-    y = empty_beside(x, (rows, stack, out_features), dtype).swapaxes(0, 1)
+    y = place_of("dense_mma", x, out_features, out)
     if y.size:
-        parts, tiles, block_rows, stages = geometry
-        kernel = _dense_mma.specialize(
-            IN_FEATURES=in_features, PARTS=parts, TILES=tiles, ROWS=block_rows, STAGES=stages, OUT=c_type(y)
-        )
-        grid = (-(-rows // block_rows), -(-out_features // (16 * tiles)), stack)
+        kernel = _dense_mma.specialize(IN_FEATURES=in_features, OUT=c_type(y), **geometry.defines)
+        grid = (-(-rows // geometry.rows), -(-out_features // (16 * geometry.tiles)), stack)
         vectors = stacked.view(np.int32)
         strides = [*(elements(stacked, axis) // VECTOR for axis in (1, 0)), elements(y, 1), elements(y, 0)]
         args = (pointer(vectors), weight.view(np.int32), pointer(y), np.int32(rows), np.int32(out_features), *strides)
-        kernel(grid, (32 * parts,), args, geometry.shared_bytes)
+        kernel(grid, (32 * geometry.parts,), args, geometry.shared_bytes)
     return y if x.ndim == 3 else y[0]

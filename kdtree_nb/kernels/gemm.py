@@ -18,19 +18,39 @@ def check_rows(kernel: str, x: Array, in_features: int, stack: tuple[int, ...] =
         raise ValueError(f"{kernel}: the rows of x are not contiguous (strides {x.strides})")
 
 
-def launch_gemm(kernel: Kernel, x: Array, weight: tuple[Array, ...], out_features: int) -> Array:
-    """Multiply x [stack, rows, in], whose rows may lie apart, with a stack of weights.
+def place_of(kernel: str, x: Array, out_features: int, out: Array | None) -> Array:
+    """Where the product of x [rows, in] or [stack, rows, in] goes: ``out``, or a new array in which heads lie together.
 
-    The result [stack, rows, out] is laid out as [rows, stack, out]: a token's heads lie together.
+    Returns
+    -------
+    [stack, rows, out]
+        Of ``out`` a view; a new one is float32 and laid out as [rows, stack, out].
+
+    Raises
+    ------
+    ValueError
+        If ``out`` has another shape than the result, or rows that are not contiguous.
     """
+    shape = (*x.shape[:-1], out_features)
+    if out is None:
+        stack, rows = (1, *shape)[-3:-1]
+        return array_module(x).empty((rows, stack, out_features), np.float32).swapaxes(0, 1)
+    if out.shape != shape or (out.size and out_features > 1 and out.strides[-1] != out.itemsize):
+        raise ValueError(
+            f"{kernel}: out {list(out.shape)} with strides {out.strides}, expected {list(shape)} with contiguous rows"
+        )
+    return out if out.ndim == 3 else out[None]
+
+
+def launch_gemm(kernel: Kernel, x: Array, weight: tuple[Array, ...], y: Array) -> None:
+    """Multiply x [stack, rows, in] with a stack of weights to y [stack, rows, out]; rows of both may lie apart."""
     stack, rows, in_features = x.shape
-    y = array_module(x).empty((rows, stack, out_features), np.float32).swapaxes(0, 1)
+    out_features = y.shape[2]
     if y.size:
         sizes = [np.int32(n) for n in (rows, out_features, in_features)]
         strides = [elements(x, 1), elements(x, 0), elements(y, 1), elements(y, 0)]
         grid = (-(-rows // ROWS), -(-out_features // OUTPUTS), stack)
         kernel(grid, (THREADS,), (pointer(x), *weight, pointer(y), *sizes, *strides))
-    return y
 
 
 def float_type(kernel: str, name: str, x: Array) -> str:

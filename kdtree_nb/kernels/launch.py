@@ -2,7 +2,10 @@
 
 import ctypes
 import functools
+import hashlib
+import os
 import sys
+import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -14,6 +17,8 @@ import ml_dtypes
 import numpy as np
 
 from kdtree_nb.kernels.emulator import KernelError, Program
+from kdtree_nb.kernels.emulator.build import cache_folder
+from kdtree_nb.kernels.nvrtc import compile_cubin
 from kdtree_nb.kernels.source import OPTIONS, Parameter, Source, read_source
 
 __all__ = [
@@ -26,6 +31,7 @@ __all__ = [
     "empty_beside",
     "emulated",
     "pointer",
+    "processor_of",
     "runs_cuda",
     "stored_as",
 ]
@@ -96,7 +102,7 @@ def emulated() -> Iterator[None]:
 
 def runs_cuda(x: Array) -> bool:
     """Whether an operation on x launches a kernel: on CuPy arrays always, on NumPy arrays if :func:`emulated`."""
-    return _emulated.get() or _on_gpu(x)
+    return _emulated.get() if isinstance(x, np.ndarray) else _on_gpu(x)
 
 
 def array_module(x: Array) -> ModuleType:
@@ -113,6 +119,25 @@ def empty_beside(x: Array, shape: tuple[int, ...], dtype: Any) -> Array:
     """An array where x lies, to be written; of bfloat16 a GPU gets the bits."""
     xp = array_module(x)
     return xp.empty(shape, stored_as(xp, dtype))
+
+
+class Processor(NamedTuple):
+    """Where kernels beside an array run: compute capability, and the shared memory that a block may have."""
+
+    capability: str
+    shared_bytes: int
+
+
+def processor_of(x: Array) -> Processor:
+    """The GPU that an array is on; of the emulator, which has none, no capability."""
+    device = _device(x)
+    return Processor("", MAX_SHARED_BYTES) if device is None else _processor(device)
+
+
+@functools.cache
+def _processor(device: int) -> Processor:
+    gpu = sys.modules["cupy"].cuda.Device(device)
+    return Processor(gpu.compute_capability, gpu.attributes["MaxSharedMemoryPerBlockOptin"])
 
 
 def c_type(x: Array) -> str:
@@ -141,6 +166,8 @@ class Kernel:
         Of the ``extern "C" __global__`` function; if None, the file's.
     defines
         Macros, constants or types: ``{"BLOCK": 256, "SCALE": "__half"}``.
+    arch
+        For a kernel with instructions of one GPU only, ``"sm_90a"``: CuPy itself compiles for what all of a kind have.
     """
 
     def __init__(
@@ -148,9 +175,11 @@ class Kernel:
         source: str | Path,
         name: str | None = None,
         defines: Mapping[str, int | str] | None = None,
+        arch: str | None = None,
     ) -> None:
         self.name = name or Path(source).stem
         self.defines = {key: str(value) for key, value in (defines or {}).items()}
+        self.arch = arch
         self._file = source
         self._special: dict[frozenset[tuple[str, int | str]], Kernel] = {}
         self._opted_in: dict[int, int] = {}  # by device: the shared memory that has been asked for
@@ -167,7 +196,7 @@ class Kernel:
         """The same kernel with more defines, for constants and types that are known at the call only."""
         key = frozenset(defines.items())
         if key not in self._special:
-            self._special[key] = Kernel(self._file, self.name, {**self.defines, **defines})
+            self._special[key] = Kernel(self._file, self.name, {**self.defines, **defines}, self.arch)
         return self._special[key]
 
     def __call__(
@@ -285,6 +314,8 @@ class Kernel:
         """CuPy's kernel: compiled for each device, and kept by CuPy."""
         import cupy
 
+        if self.arch:
+            return cupy.RawModule(path=str(_cubin_file(self.source, self.arch, self.defines))).get_function(self.name)
         macros = [f"-D{key}={value}" for key, value in self.defines.items()]
         options = (*OPTIONS, *macros)
         return cupy.RawModule(code=self.source.text, options=options, backend="nvrtc").get_function(self.name)
@@ -312,6 +343,18 @@ class Kernel:
 def _program(file: str | Path, defines: tuple[tuple[str, str], ...]) -> Program:
     """One library for all kernels of a source."""
     return Program(read_source(file), dict(defines))
+
+
+def _cubin_file(source: Source, arch: str, defines: Mapping[str, str]) -> Path:
+    """Machine code for one architecture in the cache, compiled if it is not there."""
+    key = hashlib.sha256(repr((source.text, arch, sorted(defines.items()))).encode()).hexdigest()[:20]
+    file = cache_folder("cubin") / f"{Path(source.name).stem}-{arch}-{key}.cubin"
+    if not file.exists():
+        code = compile_cubin(source, arch, defines).code
+        with tempfile.NamedTemporaryFile(dir=file.parent, delete=False) as own:  # others may write it at the same time
+            own.write(code)
+        os.replace(own.name, file)
+    return file
 
 
 def _on_gpu(x: Any) -> bool:

@@ -38,7 +38,7 @@ __device__ __forceinline__ void grouped_product(const uint4* __restrict__ x, con
     }
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS)
+extern "C" __global__ void __launch_bounds__(THREADS, 1)
     moe_gate_up_mma(const uint4* __restrict__ x,       // [tokens, in / 8], 8 bfloat16 each
                     const uint4* __restrict__ codes,   // [experts, tiles, steps, 32], by lane
                     const uint4* __restrict__ scales,  // [experts, tiles, steps, 4], 8 bfloat16 each
@@ -56,7 +56,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
                     });
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS)
+extern "C" __global__ void __launch_bounds__(THREADS, 1)
     moe_down_mma(const uint4* __restrict__ activations,  // [pairs, in / 8], 8 bfloat16 each
                  const uint4* __restrict__ codes,        // [experts, tiles, steps, 32], by lane
                  const uint4* __restrict__ scales,       // [experts, tiles, steps, 4], 8 bfloat16 each

@@ -1,5 +1,6 @@
-"""The experts of a layer: bfloat16 tokens, INT4 weights on tensor cores; the weights are re-ordered once, at load."""
+"""The INT4 experts of a layer for bfloat16 tokens, on tensor cores; the weights are re-ordered once, at load."""
 
+from math import inf
 from typing import NamedTuple
 
 import numpy as np
@@ -8,7 +9,7 @@ from ml_dtypes import bfloat16
 from kdtree_nb.kernels.gemm import check_rows
 from kdtree_nb.kernels.launch import Array, Kernel, array_module, runs_cuda
 from kdtree_nb.kernels.moe_pairs import Blocks, check_routing, sort_pairs, sum_pairs
-from kdtree_nb.kernels.w4a16_mma import OUTPUT_PAD, STEP, Geometry, TiledWeight, tile_weight, untile_weight
+from kdtree_nb.kernels.w4a16_mma import OUTPUT_PAD, STEP, Geometry, Plan, TiledWeight, tile_weight, untile_weight
 from kdtree_nb.quantization import CODES_PER_WORD, GROUP_SIZE
 from kdtree_nb.reference import linear
 from kdtree_nb.reference import moe as reference
@@ -46,7 +47,9 @@ class TiledExperts(NamedTuple):
         return np.concatenate([first[:half], second[: out_features - half]])
 
 
-GEOMETRY = Geometry(parts=4, tiles=4, rows=ROWS, stages=4)
+GATE_UP = Plan(4, {8: (4, ROWS, 4), inf: (4, ROWS, 3)})
+DOWN = Plan(4, {8: (4, ROWS, 4), 32: (8, ROWS, 3), inf: (4, ROWS, 4)})
+"""By tokens, the fastest for Kimi K2's experts on an H200 of what was tried (``golden/measurements/NOTES.md``)."""
 
 
 def tile_experts(qweight: Array, scales: Array) -> TiledExperts:
@@ -112,10 +115,10 @@ def moe_mma(x: Array, expert_ids: Array, weights: Array, gate_up: TiledExperts, 
         If shapes or dtypes do not fit; the message names them. Experts that are not INT4 do not: they are for
         :func:`~kdtree_nb.kernels.moe.moe`.
     """
-    for name, experts in (("gate_up", gate_up), ("down", down)):
-        if not isinstance(experts, TiledExperts):
+    for name, weight in (("gate_up", gate_up), ("down", down)):
+        if not isinstance(weight, TiledExperts):
             raise TypeError(
-                f"moe_mma: {name} is {type(experts).__name__}, expected INT4 weights from tile_experts; "
+                f"moe_mma: {name} is {type(weight).__name__}, expected INT4 weights from tile_experts; "
                 "others are for moe"
             )
     check_rows("moe_mma", x, gate_up.shape[2])
@@ -126,7 +129,7 @@ def moe_mma(x: Array, expert_ids: Array, weights: Array, gate_up: TiledExperts, 
         raise ValueError(f"moe_mma: down {down.shape} does not fit gate_up {gate_up.shape}")
     check_routing("moe_mma", len(x), expert_ids, weights)
     if runs_cuda(x):
-        return launch(x, expert_ids, weights, gate_up, down, GEOMETRY, GEOMETRY)
+        return launch(x, expert_ids, weights, gate_up, down, GATE_UP.geometry(len(x)), DOWN.geometry(len(x)))
 
     def expert(index: int, rows: np.ndarray) -> np.ndarray:
         gate, up = np.split(linear.linear(rows, linear.tile(gate_up.expert(index))), 2, axis=1)
@@ -181,7 +184,7 @@ def _launch(
     sizes: tuple[int, ...],
 ) -> None:
     _, out_features, in_features = weight.shape
-    parts, tiles, _, stages = geometry
+    parts, tiles, _, stages, _ = geometry
     columns = -(-out_features // (16 * tiles))
     special = kernel.specialize(IN_FEATURES=in_features, PARTS=parts, TILES=tiles, STAGES=stages)
     numbers = [np.int32(n) for n in (weight.codes.shape[1], columns, *sizes)]

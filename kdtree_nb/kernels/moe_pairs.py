@@ -17,13 +17,13 @@ class Blocks(NamedTuple):
     experts : int32 [max_blocks]
     pairs : int32 [max_blocks, rows]
         Token · top_k + choice, or −1 where a block is not full.
-    count : int32 [1]
-        How many blocks there are: known on the device only.
+    num_blocks : int32 [1]
+        How many there are: known on the device only.
     """
 
     experts: Array
     pairs: Array
-    count: Array
+    num_blocks: Array
 
 
 def check_routing(kernel: str, tokens: int, expert_ids: Array, weights: Array) -> None:

@@ -56,7 +56,7 @@ def find_nvrtc() -> Path | None:
 
 
 def compile_cubin(source: Source, arch: str, defines: Mapping[str, int | str] | None = None) -> Cubin:
-    """Compile a source as on a GPU of this architecture; no GPU is needed.
+    """Compile a source as CuPy does on a GPU of this architecture; no GPU is needed.
 
     Parameters
     ----------
@@ -76,7 +76,7 @@ def compile_cubin(source: Source, arch: str, defines: Mapping[str, int | str] | 
     nvrtc.nvrtcCreateProgram(ctypes.byref(program), source.text.encode(), source.name.encode(), 0, None, None)
     macros = [f"-D{key}={value}" for key, value in (defines or {}).items()]
     includes = [f"-I{folder}" for folder in _header_folders(library)]
-    flags = [*OPTIONS, f"-arch={arch}", "--ptxas-options=-v", *includes, *macros]
+    flags = [*OPTIONS, "-ftz=true", f"-arch={arch}", "--ptxas-options=-v", *includes, *macros]
     given = (ctypes.c_char_p * len(flags))(*(flag.encode() for flag in flags))
     try:
         failed = nvrtc.nvrtcCompileProgram(program, len(flags), given)

@@ -1,39 +1,60 @@
 """Attention of a draft tree's nodes over the latent cache on tensor cores: bfloat16 in and out, softmax in fp32."""
 
+import functools
 from math import e, log2
 from typing import NamedTuple
 
 import numpy as np
 from ml_dtypes import bfloat16
 
-from kdtree_nb.kernels.launch import Array, Kernel, array_module, runs_cuda
+from kdtree_nb.kernels.launch import Array, Kernel, Processor, array_module, processor_of, runs_cuda
+from kdtree_nb.kernels.nvrtc import find_nvrtc
 from kdtree_nb.reference import attention as reference
 
 TILE, THREADS, MAX_PATH = 64, 256, 1024
 """Keys in a tile, threads in a block, most ancestors of a node, as in ``tree_attention_mma.cu``."""
+HOPPER = "90"
+"""The compute capability that has warpgroup products; CuPy does not compile them, NVRTC does."""
 SCRATCH_BYTES = 2**30
 """Of the partial sums of one launch; rows that do not fit go into the next."""
-_attend_split, _combine_splits = (Kernel("tree_attention_mma.cu", name) for name in ("attend_split", "combine_splits"))
+_attend_split = Kernel("tree_attention_mma.cu", "attend_split")
+_attend_split_wgmma = Kernel("tree_attention_wgmma.cu", "attend_split_wgmma", arch="sm_90a")
+_combine_splits = Kernel("tree_attention_combine.cu", "combine_splits")
+COMBINE_GROUPS = 4
+"""Of threads that share a row's splits, as in ``tree_attention_combine.cu``."""
 
 
 class Geometry(NamedTuple):
-    """How a launch cuts its work: heads of a block, which change no bit, and a row's splits, the order of its sums."""
+    """How a launch cuts its work: a row's splits give its sums their order; what a block holds changes no bit."""
 
     rows: int
     min_tiles: int
     max_splits: int
+    stages: int = 2
+    warpgroups: bool = False
 
     def shared_bytes(self, latent: int) -> int:
-        """Queries and two tiles of keys, weights, the warps' largest scores, the path."""
+        """Queries and tiles, weights, the warps' largest scores, the path."""
         pitch = -(-latent // 64) * 128
-        key_warps = 4 if self.rows == 64 else 8
-        return (self.rows + 2 * TILE) * pitch + self.rows * (2 * TILE + 4 * key_warps) + 2 * MAX_PATH
+        key_warps = 2 if self.warpgroups else 4 if self.rows == 64 else 8
+        return (self.rows + self.stages * TILE) * pitch + self.rows * (2 * TILE + 4 * key_warps) + 2 * MAX_PATH
+
+    def attend(self, kv_lora: int, rope: int) -> Kernel:
+        """What takes a split."""
+        if self.warpgroups:
+            return _attend_split_wgmma.specialize(KV_LORA=kv_lora, ROPE=rope)
+        return _attend_split.specialize(KV_LORA=kv_lora, ROPE=rope, ROWS=self.rows, STAGES=self.stages)
 
 
-def geometry_of(nodes: int, heads: int) -> Geometry:
-    """Few nodes make few blocks, so each takes fewer heads."""
+@functools.cache
+def geometry_of(nodes: int, heads: int, latent: int, processor: Processor) -> Geometry:
+    """What fits there. Few nodes make few blocks, so each takes fewer heads where it can; a warpgroup takes 64."""
+    if processor.capability == HOPPER and find_nvrtc():
+        return Geometry(64, min_tiles=1, max_splits=8, warpgroups=True)
     most = 16 if nodes < 8 else 64
-    return Geometry(next(rows for rows in (16, 32, 64) if rows >= min(heads, most)), min_tiles=1, max_splits=8)
+    rows = next(rows for rows in (16, 32, 64) if rows >= min(heads, most))
+    choices = [Geometry(r, 1, 8, stages) for r in (64, 32, 16) if r <= rows for stages in (2, 1)]
+    return next((g for g in choices if g.shared_bytes(latent) <= processor.shared_bytes), choices[-1])
 
 
 def tree_attention_mma(
@@ -85,7 +106,8 @@ def tree_attention_mma(
         q, c = (array.view(bfloat16).astype(np.float32) for array in (queries, cache))
         exact = reference.tree_attention(q, c, int(prefix_len[0]), parents, kv_lora_rank, scale)
         return exact.astype(bfloat16).view(queries.dtype)
-    return launch(queries, cache, prefix_len, parents, depths, kv_lora_rank, scale, geometry_of(*queries.shape[:2]))
+    geometry = geometry_of(*queries.shape, processor_of(queries))
+    return launch(queries, cache, prefix_len, parents, depths, kv_lora_rank, scale, geometry)
 
 
 def launch(
@@ -112,10 +134,8 @@ def launch(
     rows = max(1, min(nodes, SCRATCH_BYTES // (4 * splits * heads * kv_lora_rank)))
     partial = xp.empty((rows, splits, heads, kv_lora_rank), np.float32)
     stats = xp.empty((rows, splits, heads, 2), np.float32)
-    attend, combine = (
-        kernel.specialize(KV_LORA=kv_lora_rank, ROPE=latent - kv_lora_rank, ROWS=geometry.rows)
-        for kernel in (_attend_split, _combine_splits)
-    )
+    attend = geometry.attend(kv_lora_rank, latent - kv_lora_rank)
+    combine = _combine_splits.specialize(KV_LORA=kv_lora_rank)
     cut = np.int32(geometry.min_tiles), np.int32(geometry.max_splits)
     for first in range(0, nodes, rows):
         count, first_row = min(rows, nodes - first), np.int32(first)
@@ -128,7 +148,8 @@ def launch(
         )
         combine(
             (count, heads),
-            (128,),
+            (COMBINE_GROUPS * kv_lora_rank // 4,),
             (partial, stats, prefix_len, depths, output.view(np.int32), first_row, np.int32(splits), *cut),
+            12 * splits,
         )
     return output

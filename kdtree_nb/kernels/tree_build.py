@@ -8,7 +8,7 @@ from kdtree_nb.reference.tree import DraftTree
 
 MAX_BUDGET = 1024
 THREADS = 256
-STAGED_BYTES = 32 * 1024
+NEAR_BYTES = 32 * 1024
 """Of shared memory for the tables: with conditionals of 32 candidates at 15 positions 8 ranks of each row."""
 _tree_build = Kernel("tree_build.cu")
 
@@ -53,9 +53,9 @@ def tree_build(
     columns = [xp.empty(node_budget + 1, np.int32) for _ in range(3)]
     scores, num_nodes = xp.empty(node_budget + 1, np.float32), xp.empty(1, np.int32)
     depth_limit, ranks = min(length, node_budget), min(width, node_budget)  # a node comes after its elder siblings
-    rank_bytes = depth_limit * (4 if children is None else 8 * width)
-    staged = min(ranks, STAGED_BYTES // rank_bytes) if rank_bytes else 0
-    sizes = [np.int32(n) for n in (depth_limit, width, node_budget, ranks, staged)]
+    rank_bytes = 8 * depth_limit * (1 if children is None else width)
+    near = min(ranks, NEAR_BYTES // max(rank_bytes, 1))
+    sizes = [np.int32(n) for n in (depth_limit, width, node_budget, ranks, near)]
     arrays = (root, log_probs, token_ids, children, costs, *columns, scores, num_nodes)
-    _tree_build((1,), (THREADS,), (*arrays, *sizes), shared_bytes=staged * rank_bytes)
+    _tree_build((1,), (THREADS,), (*arrays, *sizes), shared_bytes=near * rank_bytes)
     return DraftTree(columns[0], columns[1], columns[2], scores, num_nodes)

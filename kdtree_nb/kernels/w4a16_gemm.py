@@ -1,6 +1,6 @@
 """A product with an INT4 weight, which is dequantised on the fly."""
 
-from kdtree_nb.kernels.gemm import check_rows, float_type, launch_gemm
+from kdtree_nb.kernels.gemm import check_rows, float_type, launch_gemm, place_of
 from kdtree_nb.kernels.launch import Array, Kernel, runs_cuda
 from kdtree_nb.quantization import CODES_PER_WORD, GROUP_SIZE, QuantizedWeight
 from kdtree_nb.reference import linear
@@ -38,4 +38,6 @@ def w4a16_gemm(x: Array, qweight: Array, scales: Array) -> Array:
     if not runs_cuda(x):
         return linear.linear(x, linear.tile(QuantizedWeight(qweight, scales).dequantized.astype(x.dtype)))
     kernel = _w4a16_gemm.specialize(SCALE=float_type("w4a16_gemm", "scales", scales))
-    return launch_gemm(kernel, x[None], (qweight, scales), out_features)[0]
+    y = place_of("w4a16_gemm", x, out_features, None)
+    launch_gemm(kernel, x[None], (qweight, scales), y)
+    return y[0]

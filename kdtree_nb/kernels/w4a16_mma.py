@@ -43,26 +43,40 @@ class Geometry(NamedTuple):
     tiles: int
     rows: int
     stages: int
+    blocks: int = 1  # for which a multiprocessor must have registers
+
+    @property
+    def stage_bytes(self) -> int:
+        """A warp's operands of one step."""
+        return self.tiles * (512 + 64) + self.rows // 8 * 1024
 
     @property
     def shared_bytes(self) -> int:
         """A ring of stages for each warp, then the warps' sums in its place."""
-        stage = self.tiles * (512 + 64) + self.rows // 8 * 1024
         sums = self.rows * (16 * self.tiles + 4) * 4
-        return self.parts * max(self.stages * stage, sums)
+        return self.parts * max(self.stages * self.stage_bytes, sums)
+
+    @property
+    def defines(self) -> dict[str, int]:
+        """As the source names them."""
+        return {name.upper(): value for name, value in self._asdict().items()}
 
 
 class Plan(NamedTuple):
-    """Parts of the inputs, and for rows of x up to a number the rest of a geometry: tiles, rows, stages."""
+    """Parts of the inputs, and for rows of x up to a number the rest of a geometry: tiles, rows, stages, blocks."""
 
     parts: int
-    geometries: dict[float, tuple[int, int, int]]
+    geometries: dict[float, tuple[int, ...]]
+
+    def geometry(self, rows: int) -> Geometry:
+        """The one for so many rows of x."""
+        return Geometry(self.parts, *next(cut for most, cut in self.geometries.items() if rows <= most))
 
 
 SHORT = Plan(8, {4: (1, 8, 5), 8: (2, 8, 4), 32: (2, 16, 4), inf: (2, 32, 3)})
-LONG = Plan(16, {4: (1, 8, 5), 8: (2, 8, 3), 32: (2, 16, 3), inf: (2, 32, 2)})
+LONG = Plan(16, {4: (1, 8, 5), 16: (2, 8, 3), 32: (2, 16, 3), inf: (2, 32, 2)})
 MIDDLE = Plan(8, {8: (2, 8, 4), 16: (2, 16, 4), 32: (2, 32, 3), inf: (4, 32, 2)})
-WIDE = Plan(4, {4: (2, 8, 5), 8: (4, 8, 4), 16: (4, 16, 4), inf: (4, 32, 3)})
+WIDE = Plan(4, {4: (2, 8, 5), 8: (4, 8, 4), 16: (4, 16, 4), inf: (4, 32, 2, 3)})
 
 
 def plan_of(out_features: int, in_features: int) -> Plan:
@@ -79,8 +93,7 @@ def plan_of(out_features: int, in_features: int) -> Plan:
 
 def geometry_of(rows: int, out_features: int, in_features: int) -> Geometry:
     """The plan's geometry for so many rows of x."""
-    plan = plan_of(out_features, in_features)
-    return Geometry(plan.parts, *next(cut for most, cut in plan.geometries.items() if rows <= most))
+    return plan_of(out_features, in_features).geometry(rows)
 
 
 def tile_weight(qweight: Array, scales: Array) -> TiledWeight:
@@ -163,11 +176,8 @@ def launch(x: Array, weight: TiledWeight, geometry: Geometry) -> Array:
     rows, (out_features, in_features) = len(x), weight.shape
     y = array_module(x).empty((rows, out_features), np.float32)
     if y.size:
-        parts, tiles, block_rows, stages = geometry
-        kernel = _w4a16_mma.specialize(
-            IN_FEATURES=in_features, PARTS=parts, TILES=tiles, ROWS=block_rows, STAGES=stages
-        )
-        grid = (-(-out_features // (16 * tiles)), -(-rows // block_rows))
+        kernel = _w4a16_mma.specialize(IN_FEATURES=in_features, **geometry.defines)
+        grid = (-(-out_features // (16 * geometry.tiles)), -(-rows // geometry.rows))
         args = (x.view(np.int32), weight.codes, weight.scales, y, np.int32(rows), np.int32(out_features))
-        kernel(grid, (32 * parts,), args, geometry.shared_bytes)
+        kernel(grid, (32 * geometry.parts,), args, geometry.shared_bytes)
     return y

@@ -12,6 +12,7 @@ from kdtree_nb.plotting.drafting import (
     tokens_over_forwards,
     visibility,
 )
+from kdtree_nb.plotting.files import against, file_map
 from kdtree_nb.plotting.model import (
     cache_per_token,
     differences_by_model,
@@ -28,6 +29,7 @@ __all__ = [
     "QUIET",
     "acceptance_by_depth",
     "accepted_per_round",
+    "against",
     "bars",
     "cache_per_token",
     "cost_curve",
@@ -35,6 +37,7 @@ __all__ = [
     "differences_by_model",
     "draft_tree",
     "error_of_peaks",
+    "file_map",
     "first_children",
     "floors",
     "heatmap",

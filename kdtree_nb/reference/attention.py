@@ -43,33 +43,37 @@ def tree_attention(
     -------
     float [N, heads, kv_lora]
     """
-    nodes = 1 + np.count_nonzero(parents[1:] >= 0)
-    output = np.zeros((*queries.shape[:2], kv_lora_rank), queries.dtype)
-    queries = queries[:nodes, None]  # [nodes, splits, heads, kv_lora + rope]
+    slots, mask = _tail(prefix_len, parents.astype(np.int32).tobytes())
+    (nodes, tails, _), (_, heads, _), splits = slots.shape, queries.shape, prefix_len // SPLIT
+    prefix = cache[: splits * SPLIT].reshape(splits, SPLIT, cache.shape[1])
+    tail = cache.take(slots, axis=0)  # [nodes, tails, SPLIT, kv_lora + rope]
+    by_split = queries[:nodes, None]
 
-    prefix = cache[: prefix_len // SPLIT * SPLIT].reshape(1, -1, SPLIT, cache.shape[1])
-    slots, mask = _tail(prefix_len, parents[:nodes].astype(np.int32).tobytes())
-    tail, splits = cache.take(slots, axis=0), prefix.shape[1]
-    scores = np.concatenate([queries @ prefix.swapaxes(2, 3), queries @ tail.swapaxes(2, 3) + mask], axis=1)
-    scores *= scores.dtype.type(scale)  # [nodes, splits, heads, SPLIT]
+    weights = np.empty((nodes, splits + tails, heads, SPLIT), queries.dtype)
+    np.matmul(by_split, prefix.swapaxes(1, 2), out=weights[:, :splits])
+    np.matmul(by_split, tail.swapaxes(2, 3), out=weights[:, splits:])
+    weights[:, splits:] += mask
+    weights *= weights.dtype.type(scale)
+    weights -= np.maximum.reduce(weights, axis=(1, 3), keepdims=True)
+    np.exp(weights, out=weights)
 
-    weights = np.exp(scores - scores.max(axis=(1, 3), keepdims=True))
-    values = np.concatenate(
-        [weights[:, :splits] @ prefix[..., :kv_lora_rank], weights[:, splits:] @ tail[..., :kv_lora_rank]],
-        axis=1,
-    )
-    output[:nodes] = _sum_splits(values) / _sum_splits(weights.sum(axis=3))[:, :, None]
+    values = np.empty((nodes, splits + tails, heads, kv_lora_rank), queries.dtype)
+    np.matmul(weights[:, :splits], prefix[..., :kv_lora_rank], out=values[:, :splits])
+    np.matmul(weights[:, splits:], tail[..., :kv_lora_rank], out=values[:, splits:])
+    output = np.zeros((len(queries), heads, kv_lora_rank), queries.dtype)
+    output[:nodes] = _sum_splits(values) / _sum_splits(np.add.reduce(weights, axis=3))[:, :, None]
     return output
 
 
 @lru_cache(maxsize=2)  # every layer asks for the same tree
 def _tail(prefix_len: int, parents: bytes) -> tuple[np.ndarray, np.ndarray]:
-    """Each node's keys from the last full split of the prefix on, in the order of their positions.
+    """Each node's keys from the last full split of the prefix on, in the order of their positions; padding left out.
 
     Returns their cache rows [nodes, splits, SPLIT], and a mask [nodes, splits, 1, SPLIT] to add to scores: −∞ behind
     the last key, where the node's own row stands in (as no other row is sure to be finite where the node's is).
     """
-    paths = ancestors(np.frombuffer(parents, np.int32))
+    tree = np.frombuffer(parents, np.int32)
+    paths = ancestors(tree[: 1 + np.count_nonzero(tree[1:] >= 0)])
     committed = np.arange(prefix_len // SPLIT * SPLIT, prefix_len)
     committed = np.broadcast_to(committed, (len(paths), len(committed)))
     slots = np.concatenate([committed, np.where(paths >= 0, prefix_len + paths, -1)], axis=1)
@@ -82,7 +86,7 @@ def _tail(prefix_len: int, parents: bytes) -> tuple[np.ndarray, np.ndarray]:
 
 def _sum_splits(parts: np.ndarray) -> np.ndarray:
     """Add parts [nodes, splits, ...] from first to last; a split that is all masked adds zeros and changes nothing."""
-    total = np.zeros_like(parts[:, 0])
-    for split in range(parts.shape[1]):
+    total = parts[:, 0] + parts.dtype.type(0)  # no zero is negative
+    for split in range(1, parts.shape[1]):
         total += parts[:, split]
     return total

@@ -14,5 +14,6 @@ def rms_norm(x: np.ndarray, weight: np.ndarray, eps: float) -> np.ndarray:
     x : float [..., features]
     weight : float [features]
     """
-    mean_square = np.square(x).sum(axis=-1, keepdims=True) / x.shape[-1]
-    return x / np.sqrt(mean_square + eps) * weight
+    features, added = x.dtype.type(x.shape[-1]), x.dtype.type(eps)  # NumPy is slower with Python's numbers
+    mean_square = np.add.reduce(np.square(x), axis=-1, keepdims=True) / features
+    return x / np.sqrt(mean_square + added) * weight

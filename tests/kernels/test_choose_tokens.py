@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from helpers import assert_same_bits
 
-from kdtree_nb.kernels.choose_tokens import choose_tokens
+from kdtree_nb.kernels.choose_tokens import Sampling, choose_tokens
 from kdtree_nb.kernels.launch import Kernel
 from kdtree_nb.reference import sampling
 
@@ -19,7 +19,8 @@ def run(
 ) -> np.ndarray:
     depths = np.arange(len(logits)) if depths is None else depths
     arrays = device.put(logits, np.float32), device.put([prefix_len], np.int32), device.put(depths, np.int32)
-    targets = device.host(choose_tokens(*arrays, temperature, seed, **cut))
+    how = device.put(Sampling(temperature, seed, **cut).words())
+    targets = device.host(choose_tokens(*arrays, how))
     assert (targets.dtype, targets.shape) == (np.int32, (len(logits),))
     return targets
 
@@ -244,7 +245,8 @@ def test_any_order_of_threads(device, cut):
     arrays = device.put(np.random.default_rng(3).integers(0, 9, (5, 700)), np.float32), device.put([3], np.int32)
     depths = device.put(np.arange(5), np.int32)
     for temperature in (0.0, 1.0):
-        device.every_schedule(lambda temperature=temperature: [choose_tokens(*arrays, depths, temperature, **cut)])
+        how = device.put(Sampling(temperature, **cut).words())
+        device.every_schedule(lambda how=how: [choose_tokens(*arrays, depths, how)])
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
@@ -271,14 +273,22 @@ def test_numpy_arrays_take_the_specification():
         np.array([0, 1, -1], np.int32),
     )
     for cut in ((), (3, 0.5)):
-        targets = choose_tokens(logits, np.array([9], np.int32), depths, 0.7, 4, *cut)
+        targets = choose_tokens(logits, np.array([9], np.int32), depths, Sampling(0.7, 4, *cut).words())
         assert_same_bits(targets, sampling.choose_tokens(logits, np.array([9, 10, 9]), 0.7, 4, *cut))
+
+
+def test_any_whole_number_is_a_top_k(device):
+    """Also one that no 64 bits hold; a seed may take all of them."""
+    logits = np.random.default_rng(6).standard_normal((9, 300)).astype(np.float32)
+    expected = sampling.choose_tokens(logits, np.arange(9), 1.0, 2**64 - 1)
+    for top_k in (300, 2**31, 2**63 - 1, 2**63, 2**70):
+        assert_same_bits(run(device, logits, temperature=1.0, seed=2**64 - 1, top_k=top_k), expected)
 
 
 def test_refuses(device):
     def choose(logits: tuple, depths: int, temperature: float = 0.0, dtype: type = np.float32, **cut: float):
         arrays = device.empty(logits, dtype), device.empty(1, np.int32), device.empty(depths, np.int32)
-        return choose_tokens(*arrays, temperature, **cut)
+        return choose_tokens(*arrays, device.put(Sampling(temperature, **cut).words()))
 
     with pytest.raises(
         ValueError, match=r"choose_tokens: logits \[2, 7\] and depths \[3\], expected \[N, vocab\] and \[N\]"
@@ -294,5 +304,8 @@ def test_refuses(device):
     for top_k, top_p in ((-1, 0.5), (2, 0.0), (2, 1.1), (2, np.nan)):
         with pytest.raises(ValueError, match=rf"choose_tokens: top_k={top_k}, top_p={top_p}, expected 0 or more, and"):
             choose((2, 7), 2, 1.0, top_k=top_k, top_p=top_p)
+    for how in (np.zeros(3, np.uint64), np.zeros(4, np.float64), np.zeros((1, 4), np.uint64)):
+        with pytest.raises(ValueError, match=r"choose_tokens: sampling .*, expected Sampling.words\(\), uint64 \[4\]"):
+            choose_tokens(device.empty((2, 7), np.float32), device.empty(1, np.int32), device.empty(2, np.int32), how)
     with pytest.raises(TypeError, match=r"choose_tokens: .*'logits' is float64"):
         choose((2, 7), 2, dtype=np.float64)

@@ -16,6 +16,7 @@ PAIRS = [
     ("moe.cu", "OUTPUTS", gemm.OUTPUTS),
     ("moe_route.cu", "MAX_EXPERTS", moe_pairs.MAX_EXPERTS),
     ("top_k.cu", "MAX_K", top_k.MAX_K),
+    ("top_k.cu", "SEGMENT", top_k.SEGMENT),
     ("transition.cu", "MAX_K", transition.MAX_K),
     ("transition.cu", "MAX_RANK", transition.MAX_RANK),
     ("tree_build.cu", "MAX_NODES", tree_build.MAX_BUDGET + 1),

@@ -65,6 +65,20 @@ def test_a_stack_whose_matrices_lie_apart(device):
     assert_same_bits(device.host(dense_gemm(backwards, device.put(weight))), expected[:, ::-1].copy())
 
 
+@pytest.mark.parametrize("stack", [(), (4,)])
+def test_a_result_has_its_place(device, stack):
+    """Beside other numbers of each head, which stay; also on NumPy arrays."""
+    rng = np.random.default_rng(9)
+    weight, x = (rng.standard_normal((*stack, *shape)).astype(np.float32) for shape in ((21, 40), (9, 40)))
+    wide = device.put(np.full((9, *stack, 30), 7, np.float32))
+    dense_gemm(device.put(x), device.put(weight), np.moveaxis(wide, 0, -2)[..., 3:24])
+    found = np.moveaxis(device.host(wide), 0, -2)
+    assert_same_bits(found[..., 3:24].copy(), device.host(dense_gemm(device.put(x), device.put(weight))))
+    assert (found[..., :3] == 7).all() and (found[..., 24:] == 7).all()
+    with pytest.raises(ValueError, match=r"dense_gemm: out .* with strides .*, expected \[.*9, 21\] with contiguous"):
+        dense_gemm(device.put(x), device.put(weight), np.moveaxis(wide, 0, -2))
+
+
 @pytest.mark.parametrize("dtype", [np.float32, bfloat16, np.float16])
 def test_whole_numbers_give_the_specification_to_the_bit(device, dtype):
     rng = np.random.default_rng(2)

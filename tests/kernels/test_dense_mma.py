@@ -85,11 +85,24 @@ def test_a_stack_whose_matrices_lie_apart(device):
 
 
 @pytest.mark.parametrize("dtype", [np.float32, bfloat16])
+def test_a_result_has_its_place(device, dtype):
+    """Beside other numbers of each head, which stay; the bits are those of a result of its own, rounded once."""
+    rng = np.random.default_rng(9)
+    weight, x = device.put(random(rng, 4, 21, 40)), device.put(random(rng, 4, 9, 40))
+    wide = device.put(np.full((9, 4, 30), 7, dtype))
+    dense_mma(x, weight, wide[:, :, 3:24].swapaxes(0, 1))
+    found = device.host(wide).view(dtype)
+    assert_same_bits(found[:, :, 3:24].swapaxes(0, 1).copy(), device.host(dense_mma(x, weight)).astype(dtype))
+    assert (found[:, :, :3] == 7).all() and (found[:, :, 24:] == 7).all()
+
+
+@pytest.mark.parametrize("dtype", [np.float32, bfloat16])
 def test_whole_numbers_give_the_specification_to_the_bit(device, dtype):
     """Sums that need no rounding do not depend on their order; as bfloat16 they are rounded once, to nearest even."""
     rng = np.random.default_rng(0)
     weight, x = (rng.integers(-8, 9, shape).astype(bfloat16) for shape in ((70, 320), (13, 320)))
-    y = device.host(dense_mma(device.put(x), device.put(weight), dtype))
+    out = device.put(np.zeros((13, 70), dtype))
+    y = device.host(dense_mma(device.put(x), device.put(weight), out))
     expected = (x.astype(np.float64) @ weight.T.astype(np.float64)).astype(np.float32)
     assert (expected.astype(bfloat16) != expected).any()
     assert_same_bits(y.view(dtype), expected.astype(dtype))
@@ -180,7 +193,7 @@ def test_a_nan_row_reaches_only_itself(device, row):
 def test_any_order_of_threads(device):
     rng = np.random.default_rng(7)
     weight, x = device.put(random(rng, 40, 1128)), device.put(random(rng, 9, 1128))
-    device.every_schedule(lambda: [dense_mma(x, weight), dense_mma(x, weight, bfloat16)])
+    device.every_schedule(lambda: [dense_mma(x, weight)])
 
 
 @pytest.mark.parametrize("shape", [(11, 64), (3, 11, 64)])
@@ -189,7 +202,9 @@ def test_numpy_arrays_take_the_specification(shape):
     weight, x = random(rng, *shape[:-2], 40, 64), random(rng, *shape)
     y = dense_mma(x, weight)
     assert_product(y, x, weight)
-    assert_same_bits(dense_mma(x, weight, bfloat16), y.astype(bfloat16))
+    out = np.empty(y.shape, bfloat16)
+    assert dense_mma(x, weight, out) is out
+    assert_same_bits(out, y.astype(bfloat16))
 
 
 def test_the_source_names_the_same_step():
@@ -217,6 +232,10 @@ def test_refuses_what_it_would_misread(device):
     for wrong in ((device.empty((4, 128), np.float32), weight), (x, device.empty((3, 128), np.float16))):
         with pytest.raises(TypeError, match=r"dense_mma: (x is float32|weight is float16), expected bfloat16"):
             dense_mma(*wrong)
+    with pytest.raises(ValueError, match=r"dense_mma: out \[4, 4\] with strides .*, expected \[4, 3\] with contiguous"):
+        dense_mma(x, weight, device.empty((4, 4), np.float32))
+    with pytest.raises(ValueError, match=r"dense_mma: out \[4, 3\] with strides \(4, 16\), expected \[4, 3\] with con"):
+        dense_mma(x, weight, device.empty((3, 4), np.float32).T)
     with pytest.raises(ValueError, match=r"dense_mma: the rows of x are not contiguous"):
         dense_mma(device.put(np.ones((128, 4), bfloat16)).T, weight)
     with pytest.raises(ValueError, match=r"dense_mma: the rows of x are not multiples of 8 elements apart"):

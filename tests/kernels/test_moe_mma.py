@@ -7,7 +7,8 @@ from ml_dtypes import bfloat16
 
 from kdtree_nb.kernels.moe import Experts
 from kdtree_nb.kernels.moe_mma import (
-    GEOMETRY,
+    DOWN,
+    GATE_UP,
     Geometry,
     TiledExperts,
     down_products,
@@ -99,7 +100,8 @@ def test_gate_up(device, hidden, width):
     gate_up = random_experts(rng, 3, 2 * width, hidden, bfloat16)
     x, (expert_ids, _) = random_x(rng, 11, hidden), random_routing(rng, 11, 3, 2)
     blocks = sort_pairs(device.put(expert_ids), 3, 8)
-    act = device.host(gate_up_products(device.put(x), expert_ids.shape, blocks, put(device, gate_up), GEOMETRY))
+    geometry = GATE_UP.geometry(len(x))
+    act = device.host(gate_up_products(device.put(x), expert_ids.shape, blocks, put(device, gate_up), geometry))
     for pair, expert in enumerate(expert_ids.ravel()):
         row, weight = x[pair // 2].astype(np.float64), gate_up.expert(expert).astype(np.float64)
         exact, error = activations_and_error(row, weight)
@@ -114,7 +116,7 @@ def test_down(device, hidden, width):
     act, (expert_ids, _) = random_x(rng, 22, width), random_routing(rng, 11, 3, 2)
     blocks = sort_pairs(device.put(expert_ids), 3, 8)
     bits = device.put(act.view(np.uint16))
-    outputs = device.host(down_products(bits, blocks, put(device, down), GEOMETRY))
+    outputs = device.host(down_products(bits, blocks, put(device, down), DOWN.geometry(len(expert_ids))))
     for pair, expert in enumerate(expert_ids.ravel()):
         row, weight = act[pair].astype(np.float64), down.expert(expert).astype(np.float64)
         bound = mma_roundings(width) * EPSILON * (np.abs(weight) @ np.abs(row))
@@ -129,7 +131,7 @@ def test_one_hot_rows_read_every_code_with_every_scale(device):
     down = Experts(pack(codes.astype(np.int8)).reshape(shape), scales.astype(bfloat16).reshape(shape))
     blocks = sort_pairs(device.put(np.repeat([[1], [0]], 64, axis=0), np.int32), 2, 8)
     rows = device.put(np.tile(np.eye(64, dtype=bfloat16), (2, 1)).view(np.uint16))
-    outputs = device.host(down_products(rows, blocks, put(device, down), GEOMETRY))
+    outputs = device.host(down_products(rows, blocks, put(device, down), DOWN.geometry(len(rows))))
     np.testing.assert_array_equal(outputs, np.concatenate([down.expert(1).T, down.expert(0).T]))
 
 
@@ -190,7 +192,7 @@ def test_a_token_does_not_depend_on_the_tokens_beside_it(device, hidden, width):
     assert_same_bits(device.host(moe_mma(*(device.put(a[order]) for a in arrays), *layer)), whole[order])
 
 
-@pytest.mark.parametrize("parts", [2, 4, 8])
+@pytest.mark.parametrize("parts", [2, 8])
 def test_no_geometry_changes_a_bit(device, parts):
     """Of those with the same parts: tiles of a block, stages that are more or fewer than a part's steps."""
     rng = np.random.default_rng(5)
@@ -198,7 +200,7 @@ def test_no_geometry_changes_a_bit(device, parts):
     arrays = device.put(random_x(rng, 9, 544)), *map(device.put, random_routing(rng, 9, 3, 2))
     first, *others = (
         device.host(launch(*arrays, *layer, Geometry(parts, *up), Geometry(parts, *down)))
-        for up, down in [((1, 8, 6), (4, 8, 2)), ((2, 8, 2), (8, 8, 3)), ((4, 8, 3), (2, 8, 4)), ((8, 8, 2), (1, 8, 5))]
+        for up, down in [((1, 8, 6), (4, 8, 2)), ((4, 8, 3), (8, 8, 3)), ((8, 8, 2), (1, 8, 5))]
     )
     for other in others:
         assert_same_bits(other, first)

@@ -52,7 +52,7 @@ def test_any_order_of_threads(device):
 
     def sorted_within_blocks():
         blocks = sort_pairs(ids, 70, 8)
-        count = int(device.host(blocks.count)[0])
+        count = int(device.host(blocks.num_blocks)[0])
         by_expert = [np.sort(device.host(blocks.pairs)[:count], axis=1), device.host(blocks.experts)[:count]]
         return [device.put(array) for array in by_expert]
 

@@ -4,12 +4,12 @@ from importlib.resources import files
 
 import pytest
 
-from kdtree_nb.kernels.dense_mma import FEW, MANY
-from kdtree_nb.kernels.dense_mma import MIDDLE as DENSE_MIDDLE
-from kdtree_nb.kernels.moe_mma import GEOMETRY
+from kdtree_nb.bench.resources import HOPPER
+from kdtree_nb.kernels import dense_mma
+from kdtree_nb.kernels.moe_mma import DOWN, GATE_UP
 from kdtree_nb.kernels.nvrtc import compile_cubin, find_nvrtc
 from kdtree_nb.kernels.source import read_source
-from kdtree_nb.kernels.w4a16_mma import LONG, MIDDLE, SHORT, WIDE
+from kdtree_nb.kernels.w4a16_mma import LONG, MIDDLE, SHORT, WIDE, Geometry
 
 ARCHS = ("sm_80", "sm_90a", "sm_100", "sm_120")
 FLOATS = ("float", "__half", "__nv_bfloat16")
@@ -17,28 +17,35 @@ PACKED = {"WEIGHT": "Int4Weight<__nv_bfloat16>", "VALUE": "uint4", "SCALE": "__n
 DENSE = {"WEIGHT": "DenseWeight<__half>", "VALUE": "__half", "SCALE": "float"}
 NO_DEFINES: list[dict[str, str]] = [{}]
 MMA = [
-    {"IN_FEATURES": str(in_features), "PARTS": str(plan.parts)}
-    | {name: str(value) for name, value in zip(("TILES", "ROWS", "STAGES"), cut, strict=True)}
+    {"IN_FEATURES": str(in_features)} | {name: str(value) for name, value in Geometry(plan.parts, *cut).defines.items()}
     for in_features, plan in ((7168, MIDDLE), (7168, LONG), (2048, WIDE), (1408, SHORT))
     for cut in plan.geometries.values()
 ]
 DENSE_MMA = [
-    {"IN_FEATURES": "2048", "OUT": out, "PARTS": str(plan.parts)}
-    | {name: str(value) for name, value in zip(("TILES", "ROWS", "STAGES"), cut, strict=True)}
-    for plan, out in ((MANY, "float"), (FEW, "float"), (DENSE_MIDDLE, "__nv_bfloat16"))
+    {"IN_FEATURES": "2048", "OUT": out} | {k: str(n) for k, n in dense_mma.Geometry(plan.parts, *cut).defines.items()}
+    for plan, out in (
+        (dense_mma.MANY, "float"),
+        (dense_mma.FEW, "float"),
+        (dense_mma.MIDDLE, "__nv_bfloat16"),
+    )
     for cut in plan.geometries.values()
 ]
 EXPERTS = [
-    {"IN_FEATURES": str(in_features), "PARTS": str(GEOMETRY.parts), "TILES": str(GEOMETRY.tiles)}
-    | {"STAGES": str(GEOMETRY.stages)}
-    for in_features in (7168, 2048, 1408)
+    {"IN_FEATURES": str(in_features), "PARTS": str(plan.parts), "TILES": str(tiles), "STAGES": str(stages)}
+    for in_features, plan in ((7168, GATE_UP), (2048, DOWN), (1408, DOWN))
+    for tiles, _, stages in dict.fromkeys(plan.geometries.values())
 ]
 VARIANTS = {path.name: NO_DEFINES for path in files("kdtree_nb.kernels").iterdir() if path.name.endswith(".cu")} | {
     "w4a16_gemm.cu": [{"SCALE": name} for name in reversed(FLOATS)],
     "dense_gemm.cu": [{"WEIGHT": name} for name in reversed(FLOATS)],
-    "tree_attention_mma.cu": [{"KV_LORA": "512", "ROPE": "64", "ROWS": rows} for rows in ("64", "32", "16")],
+    "tree_attention_mma.cu": [
+        {"KV_LORA": "512", "ROPE": "64", "ROWS": rows, "STAGES": stages}
+        for rows, stages in (("64", "2"), ("32", "2"), ("16", "2"), ("64", "1"), ("16", "1"))
+    ],
+    "tree_attention_wgmma.cu": [{"KV_LORA": "512", "ROPE": "64"}],
+    "tree_attention_combine.cu": [{"KV_LORA": "512"}],
     "w4a16_mma.cu": MMA,
-    **{name: [{"OUT": "__nv_bfloat16"}, {"OUT": "float"}] for name in ("rms_norm.cu", "rope.cu", "swiglu.cu")},
+    **{name: [{"OUT": "__nv_bfloat16"}, {"OUT": "float"}] for name in ("rms_norm.cu", "split_queries.cu", "swiglu.cu")},
     "latent_write.cu": [{"CACHE": "__nv_bfloat16"}, {"CACHE": "float"}],
     "cache_commit.cu": [{"VALUE": "__nv_bfloat16"}, {"VALUE": "float"}],
     "dense_mma.cu": DENSE_MMA,
@@ -51,12 +58,12 @@ CASES = [
     for file, variants in sorted(VARIANTS.items())
     for defines in variants
     for first in [defines is variants[0]]
-    for arch in (ARCHS if first else ["sm_90a"])
+    for arch in (ARCHS if first and file not in HOPPER else ["sm_90a"])
 ]
 
 SPILLS: dict[str, str] = {}
 """Kernels that may spill or keep an array in memory, each with the reason."""
-MOST_THREADS = {"top_k": 1024, "moe_sort": 1024}
+MOST_THREADS = dict.fromkeys(("top_k", "top_k_sums", "top_k_join", "moe_sort"), 1024) | {"combine_splits": 512}
 """Of a block, where it is not 256."""
 
 

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from helpers import assert_same_bits
 
-from kdtree_nb.kernels.top_k import MAX_K, top_k
+from kdtree_nb.kernels.top_k import MAX_K, SEGMENT, top_k
 from kdtree_nb.reference.sampling import top_k as specification
 
 from .products import EPSILON
@@ -28,7 +28,11 @@ def check(device, logits: np.ndarray, k: int) -> None:
     assert log_probs.shape == token_ids.shape == (len(logits), k)
     vocab = logits.shape[1]
     chosen = np.take_along_axis(exact(logits), token_ids, axis=1)
-    roundings = -(-vocab // 1024) + 5 + 32 + 6  # of a thread's sum, a warp's, the block's; the exponential
+    roundings = (
+        -(-min(vocab, SEGMENT) // 1024) + 5 + 32 + 6
+    )  # of a thread's sum, a warp's, the block's; the exponential
+    if vocab > SEGMENT:
+        roundings += -(-vocab // (32 * SEGMENT)) + 5 + 7  # of a lane's sum of segments, the warp's; another exponential
     tolerance = EPSILON * (roundings + 4 * np.abs(chosen, where=np.isfinite(chosen), out=np.zeros(chosen.shape)))
     possible = chosen > -np.inf
     assert (np.abs(log_probs[possible] - chosen[possible]) <= tolerance[possible]).all()
@@ -138,8 +142,55 @@ def test_a_row_does_not_depend_on_the_rows_beside_it(device):
             assert_same_bits(alone[0], of_whole[row])
 
 
-def test_any_order_of_threads(device):
-    logits = device.put(np.random.default_rng(5).integers(-50, 50, (3, 2100)) / 7, np.float32)
+@pytest.mark.parametrize("vocab", [SEGMENT - 1, SEGMENT, SEGMENT + 1, SEGMENT + 200, 3 * SEGMENT])
+@pytest.mark.parametrize("kind", ["spread", "ties", "ascending", "descending"])
+def test_segments(device, kind, vocab):
+    """Rows of one, and of several, of which the last is shorter than k; the best are anywhere, or in one segment."""
+    spread = np.random.default_rng(vocab).normal(0, 3, (2, vocab)).astype(np.float32)
+    logits = {
+        "spread": spread,
+        "ties": np.round(spread / 4),
+        "ascending": np.sort(spread, axis=1),
+        "descending": -np.sort(-spread, axis=1),
+    }[kind]
+    check(device, logits, 256)
+    if kind in ("spread", "ties"):  # of sorted ones neighbours round to ties here and not there
+        np.testing.assert_array_equal(run(device, logits, 256)[1], specification(logits, 256)[1])
+
+
+def test_ties_across_segments(device):
+    """The best on both sides of each cut, then equals everywhere: the lowest ids are on the first side."""
+    logits = np.zeros((1, 2 * SEGMENT + 5), np.float32)
+    best = [SEGMENT - 1, SEGMENT, 2 * SEGMENT - 1, 2 * SEGMENT, 2 * SEGMENT + 4]
+    logits[0, best] = 1
+    assert run(device, logits, 9)[1].tolist() == [[*best, 0, 1, 2, 3]]
+    logits[0, :SEGMENT] = [np.nan, -np.inf] * (SEGMENT // 2)
+    log_probs, token_ids = run(device, logits, 9)
+    assert token_ids.tolist() == [[*best[1:], *range(SEGMENT + 1, SEGMENT + 6)]]
+    np.testing.assert_allclose(log_probs, exact(np.nan_to_num(logits, nan=-np.inf))[[0], token_ids], rtol=1e-5)
+
+
+def test_rows_of_segments_without_a_finite_logit(device):
+    logits = np.zeros((3, SEGMENT + 9), np.float32)
+    logits[0], logits[1], logits[2, SEGMENT + 3] = np.nan, -np.inf, np.inf
+    log_probs, token_ids = run(device, logits, 12)
+    assert (log_probs == -np.inf).all()
+    assert token_ids.tolist() == [list(range(12))] * 3
+
+
+def test_a_row_of_segments_does_not_depend_on_the_rows_beside_it(device):
+    logits = np.random.default_rng(8).normal(0, 2, (5, SEGMENT + 700)).astype(np.float32)
+    whole = run(device, logits, 70)
+    for row in (0, 3, 4):
+        for alone, of_whole in zip(run(device, logits[row : row + 1], 70), whole, strict=True):
+            assert_same_bits(alone[0], of_whole[row])
+    for part, of_whole in zip(run(device, logits, 31), whole, strict=True):
+        assert_same_bits(part, of_whole[:, :31].copy())
+
+
+@pytest.mark.parametrize(("length", "vocab"), [(3, 2100), (2, SEGMENT + 100)])
+def test_any_order_of_threads(device, length, vocab):
+    logits = device.put(np.random.default_rng(5).integers(-50, 50, (length, vocab)) / 7, np.float32)
     device.every_schedule(lambda: top_k(logits, 300))
 
 

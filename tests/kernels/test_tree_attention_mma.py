@@ -8,14 +8,35 @@ from helpers import assert_same_bits, root_path
 from ml_dtypes import bfloat16
 
 from kdtree_nb.kernels import tree_attention_mma as module
-from kdtree_nb.kernels.tree_attention_mma import MAX_PATH, TILE, Geometry, geometry_of, launch, tree_attention_mma
+from kdtree_nb.kernels.launch import MAX_SHARED_BYTES, Processor, processor_of
+from kdtree_nb.kernels.tree_attention_mma import (
+    COMBINE_GROUPS,
+    HOPPER,
+    MAX_PATH,
+    TILE,
+    Geometry,
+    geometry_of,
+    launch,
+    tree_attention_mma,
+)
 
 from .products import EPSILON
 from .test_tree_attention import depths_of, random_tree
 
 SCALE = 0.3
-SHORT = Geometry(rows=16, min_tiles=1, max_splits=3)
+SHORT = {
+    "warps": Geometry(rows=16, min_tiles=1, max_splits=3),
+    "warpgroups": Geometry(rows=64, min_tiles=1, max_splits=3, warpgroups=True),
+}
 """Splits of one tile up to 192 keys, of two up to 384, and so on."""
+
+
+@pytest.fixture(params=SHORT)
+def short(request, device) -> Geometry:
+    """Either kernel, where there are the instructions for it."""
+    if request.param == "warpgroups" and not device.is_emulated and processor_of(device.empty(1)).capability != HOPPER:
+        pytest.skip("warpgroup products are Hopper's")
+    return SHORT[request.param]
 
 
 def random_rows(rng, *shape: int) -> np.ndarray:
@@ -81,12 +102,14 @@ def check(output, queries, cache, prefix_len, parents, kv_lora, scale: float = S
         (3, 64, 512, 64, 127),
     ],
 )
-def test_against_the_exact_softmax(device, nodes, heads, kv_lora, rope, prefix_len):
+def test_against_the_exact_softmax(device, short, nodes, heads, kv_lora, rope, prefix_len):
     rng = np.random.default_rng(nodes)
     parents = random_tree(rng, nodes)
     queries = random_rows(rng, nodes, heads, kv_lora + rope)
     cache = random_cache(rng, prefix_len + nodes, kv_lora + rope, prefix_len + nodes + 3)
-    check(run(device, queries, cache, prefix_len, parents, kv_lora), queries, cache, prefix_len, parents, kv_lora)
+    for geometry in (None, short):
+        output = run(device, queries, cache, prefix_len, parents, kv_lora, geometry=geometry)
+        check(output, queries, cache, prefix_len, parents, kv_lora)
 
 
 @pytest.mark.parametrize("spread", [5, 2000])
@@ -113,18 +136,19 @@ def test_a_real_layer(device):
 
 
 EDGES = [0, 1, 62, 63, 64, 65, 126, 127, 128, 191, 192, 193, 255, 256, 383, 384, 385, 447, 511, 512, 575, 576, 577]
-_prompts: dict[bool, tuple[np.ndarray, np.ndarray, np.ndarray]] = {}
+_prompts: dict[tuple[bool, Geometry], tuple[np.ndarray, np.ndarray, np.ndarray]] = {}
 
 
 @pytest.fixture
-def prompt(device):
+def prompt(device, short):
     """A prompt of 600 tokens as one chain: queries, cache and outputs; two heads of 16 + 16."""
-    if device.is_emulated not in _prompts:
+    key = device.is_emulated, short
+    if key not in _prompts:
         rng = np.random.default_rng(1)
         queries, cache = random_rows(rng, 600, 2, 32), random_cache(rng, 600, 32, 640)
-        outputs = run(device, queries, cache, 0, np.arange(-1, 599), 16, geometry=SHORT)
-        _prompts[device.is_emulated] = queries, cache, outputs
-    return _prompts[device.is_emulated]
+        outputs = run(device, queries, cache, 0, np.arange(-1, 599), 16, geometry=short)
+        _prompts[key] = queries, cache, outputs
+    return _prompts[key]
 
 
 def test_a_prompt(prompt):
@@ -133,23 +157,23 @@ def test_a_prompt(prompt):
         check(outputs[position : position + 1], queries[position : position + 1], cache, position, np.array([-1]), 16)
 
 
-def test_a_token_has_the_same_bits_alone_and_in_a_prompt(device, prompt):
+def test_a_token_has_the_same_bits_alone_and_in_a_prompt(device, short, prompt):
     """Behind every prefix whose end lies at, before or after the edge of a tile or of a split."""
     queries, cache, outputs = prompt
     for position in EDGES:
-        alone = run(device, queries[position : position + 1], cache, position, [-1], 16, geometry=SHORT)
+        alone = run(device, queries[position : position + 1], cache, position, [-1], 16, geometry=short)
         assert_same_bits(alone[0], outputs[position])
 
 
-def test_and_in_a_chain(device, prompt):
+def test_and_in_a_chain(device, short, prompt):
     queries, cache, outputs = prompt
     for prefix_len in EDGES:
         chain = slice(prefix_len, prefix_len + 5)
-        output = run(device, queries[chain], cache, prefix_len, np.arange(-1, 4), 16, geometry=SHORT)
+        output = run(device, queries[chain], cache, prefix_len, np.arange(-1, 4), 16, geometry=short)
         assert_same_bits(output, outputs[chain])
 
 
-def test_and_in_hundreds_of_trees(device, prompt):
+def test_and_in_hundreds_of_trees(device, short, prompt):
     """Where its path lies scattered between others' rows, which hold NaN, and padding follows."""
     queries, cache, outputs = prompt
     rng = np.random.default_rng(2)
@@ -163,100 +187,107 @@ def test_and_in_hundreds_of_trees(device, prompt):
         for depth, node in enumerate(path):
             tree_cache[prefix_len + node] = cache[prefix_len + depth]
             tree_queries[node] = queries[prefix_len + depth]
-        output = run(device, tree_queries, tree_cache, prefix_len, parents, 16, geometry=SHORT)
+        output = run(device, tree_queries, tree_cache, prefix_len, parents, 16, geometry=short)
         assert_same_bits(output[path], outputs[prefix_len : prefix_len + len(path)])
         assert (output[-2:] == 0).all()
 
 
-def test_other_heads_and_capacity_do_not_matter(device, prompt):
+def test_other_heads_and_capacity_do_not_matter(device, short, prompt):
     queries, cache, outputs = prompt
     larger = np.full((9000, 32), np.nan, bfloat16)
     larger[:600] = cache[:600]
-    alone = run(device, queries[590:591], larger, 590, [-1], 16, geometry=SHORT)
+    alone = run(device, queries[590:591], larger, 590, [-1], 16, geometry=short)
     assert_same_bits(alone[0], outputs[590])
     for head in range(2):
-        one = run(device, queries[590:591, head : head + 1].copy(), cache, 590, [-1], 16, geometry=SHORT)
+        one = run(device, queries[590:591, head : head + 1].copy(), cache, 590, [-1], 16, geometry=short)
         assert_same_bits(one[0, 0], outputs[590, head])
 
 
-@pytest.mark.parametrize("rows", [32, 64])
-def test_no_number_of_rows_in_a_block_changes_a_bit(device, prompt, rows):
+@pytest.mark.parametrize("short", ["warps"], indirect=True)
+@pytest.mark.parametrize(("rows", "stages"), [(32, 2), (64, 2), (16, 1), (64, 1)])
+def test_neither_heads_nor_tiles_of_a_block_change_a_bit(device, short, prompt, rows, stages):
     queries, cache, outputs = prompt
     for prefix_len in (0, 60, 191, 400):
         chain = slice(prefix_len, prefix_len + 9)
         many = np.concatenate([np.repeat(queries[chain], 20, axis=1), np.full((9, 1, 32), np.nan, bfloat16)], axis=1)
-        output = run(device, many, cache, prefix_len, np.arange(-1, 8), 16, geometry=SHORT._replace(rows=rows))
+        output = run(
+            device, many, cache, prefix_len, np.arange(-1, 8), 16, geometry=short._replace(rows=rows, stages=stages)
+        )
         assert_same_bits(output[:, :40], np.repeat(outputs[chain], 20, axis=1))
 
 
 def test_splits_follow_from_nothing_but_the_position():
     """Neither from the number of nodes nor from that of heads."""
-    assert len({geometry_of(nodes, heads)[1:] for nodes in range(1, 200) for heads in range(1, 130)}) == 1
+    for processor in PROCESSORS.values():
+        found = {
+            geometry_of(nodes, heads, 576, processor)[1:3] for nodes in range(1, 200) for heads in range(1, 130, 7)
+        }
+        assert len(found) == 1
 
 
-def test_the_order_depends_on_the_splits(device, prompt):
+def test_the_order_depends_on_the_splits(device, short, prompt):
     """If it did not, the tests above would see less."""
     queries, cache, outputs = prompt
     chain = slice(400, 420)
-    few = run(device, queries[chain], cache, 400, np.arange(-1, 19), 16, geometry=Geometry(16, 1, 1))
+    few = run(device, queries[chain], cache, 400, np.arange(-1, 19), 16, geometry=short._replace(max_splits=1))
     assert (few != outputs[chain]).any()
 
 
-def test_siblings_do_not_see_each_other(device):
+def test_siblings_do_not_see_each_other(device, short):
     """Each row's NaN reaches the node itself and its descendants: exactly those that see it."""
     rng = np.random.default_rng(3)
     parents = np.array([-1, 0, 0, 1, 1, 2, 5], np.int32)
     queries, cache = random_rows(rng, 7, 2, 32), random_cache(rng, 67, 32, 70)
-    expected = run(device, queries, cache, 60, parents, 16)
+    expected = run(device, queries, cache, 60, parents, 16, geometry=short)
     for node in range(7):
         changed = cache.copy()
         changed[60 + node] = np.nan
-        output = run(device, queries, changed, 60, parents, 16)
+        output = run(device, queries, changed, 60, parents, 16, geometry=short)
         sees = np.array([node in root_path(parents, row) for row in range(7)])
         assert np.isnan(output[sees]).all()
         assert_same_bits(output[~sees], expected[~sees])
 
 
-def test_a_nan_query_reaches_its_own_head_only(device):
+def test_a_nan_query_reaches_its_own_head_only(device, short):
     rng = np.random.default_rng(4)
     queries, cache = random_rows(rng, 3, 9, 32), random_cache(rng, 203, 32, 210)
-    expected = run(device, queries, cache, 200, [-1, 0, 0], 16)
+    expected = run(device, queries, cache, 200, [-1, 0, 0], 16, geometry=short)
     queries[1, 4, 7] = np.nan
-    output = run(device, queries, cache, 200, [-1, 0, 0], 16)
+    output = run(device, queries, cache, 200, [-1, 0, 0], 16, geometry=short)
     hit = np.zeros((3, 9), bool)
     hit[1, 4] = True
     assert np.isnan(output[hit]).all()
     assert_same_bits(output[~hit], expected[~hit])
 
 
-def test_rows_that_see_nothing_are_zeros(device):
+def test_rows_that_see_nothing_are_zeros(device, short):
     """Padding, whatever its queries and its cache rows hold."""
     rng = np.random.default_rng(5)
     queries, cache = np.full((6, 2, 32), np.nan, bfloat16), random_cache(rng, 602, 32, 610)
     queries[:2] = random_rows(rng, 2, 2, 32)
     parents = [-1, 0, -1, -1, -1, -1]
-    output = run(device, queries, cache, 600, parents, 16)
+    output = run(device, queries, cache, 600, parents, 16, geometry=short)
     assert (output[2:] == 0).all()
     check(output, queries, cache, 600, parents, 16)
 
 
-def test_large_scores(device):
+def test_large_scores(device, short):
     """The largest is taken away before an exponential, across tiles and splits as well."""
     rng = np.random.default_rng(6)
     cache, queries = random_cache(rng, 601, 32, 601), random_rows(rng, 1, 3, 32)
     for best in (0, 63, 64, 300, 600):
         cache[best] = 40 * queries[0, 0] / np.linalg.norm(queries[0, 0].astype(np.float32)).astype(bfloat16)
-        output = run(device, queries, cache, 600, [-1], 16, scale=60.0)
+        output = run(device, queries, cache, 600, [-1], 16, scale=60.0, geometry=short)
         assert np.isfinite(output.astype(np.float32)).all()
         assert_same_bits(output[0, 0], cache[best, :16])
 
 
 @pytest.mark.parametrize("keys", [1, 64, 65, 128, 129, 500])
-def test_no_preference_gives_the_mean(device, keys):
+def test_no_preference_gives_the_mean(device, short, keys):
     """Queries of zeros; values that are whole numbers, so that the sum over the keys is exact."""
     rng = np.random.default_rng(keys)
     cache = rng.integers(-99, 99, (keys, 32)).astype(bfloat16)
-    output = run(device, np.zeros((1, 2, 32), bfloat16), cache, keys - 1, [-1], 16)
+    output = run(device, np.zeros((1, 2, 32), bfloat16), cache, keys - 1, [-1], 16, geometry=short)
     mean = cache[:, :16].astype(np.float32).sum(axis=0) / np.float32(keys)
     assert_same_bits(output[0], np.tile(mean.astype(bfloat16), (2, 1)))
 
@@ -288,12 +319,12 @@ def test_prefix_length_is_read_from_device_memory(device):
         check(output, *on_host, new_prefix, np.array(new_parents), 16)
 
 
-def test_any_order_of_threads(device):
+def test_any_order_of_threads(device, short):
     rng = np.random.default_rng(9)
     parents = random_tree(rng, 7)
     queries, cache = (device.put(random_rows(rng, *shape)) for shape in ((7, 9, 80), (320, 80)))
     columns = [device.put(column, np.int32) for column in ([300], parents, depths_of(parents))]
-    device.every_schedule(lambda: [tree_attention_mma(queries, cache, *columns, 64, SCALE)])
+    device.every_schedule(lambda: [launch(queries, cache, *columns, 64, SCALE, short)])
 
 
 def test_rows_in_several_launches(device, monkeypatch):
@@ -318,15 +349,34 @@ def test_numpy_arrays_take_the_specification():
     check(output, queries, cache, 70, parents, 20)
 
 
-@pytest.mark.parametrize("name", ["TILE", "MAX_PATH"])
-def test_the_source_names_the_same_sizes(name):
-    (found,) = re.findall(rf"constexpr int {name} = (\d+)", module._attend_split.source.text)
-    assert int(found) == getattr(module, name)
+@pytest.mark.parametrize(
+    ("kernel", "name", "value"),
+    [
+        (module._attend_split, "TILE", TILE),
+        (module._attend_split, "MAX_PATH", MAX_PATH),
+        (module._attend_split, "THREADS", module.THREADS),
+        (module._combine_splits, "GROUPS", COMBINE_GROUPS),
+    ],
+)
+def test_the_source_names_the_same_sizes(kernel, name, value):
+    (found,) = re.findall(rf"constexpr int {name} = (\d+)", kernel.source.text)
+    assert int(found) == value
 
 
-def test_a_block_fits():
-    for heads in (1, 17, 33, 128):
-        assert geometry_of(1, heads).shared_bytes(512 + 64) <= 227 * 1024
+PROCESSORS = {
+    "A100": Processor("80", 163 * 1024),
+    "H200": Processor("90", 227 * 1024),
+    "RTX 5090": Processor("120", 99 * 1024),
+    "none": Processor("", MAX_SHARED_BYTES),
+}
+
+
+@pytest.mark.parametrize("processor", PROCESSORS)
+def test_a_block_fits(processor):
+    for nodes in (1, 65):
+        for heads in (1, 17, 33, 128):
+            geometry = geometry_of(nodes, heads, 512 + 64, PROCESSORS[processor])
+            assert geometry.shared_bytes(512 + 64) <= PROCESSORS[processor].shared_bytes
 
 
 def test_refuses(device):

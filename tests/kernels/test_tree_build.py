@@ -9,12 +9,17 @@ from kdtree_nb.reference.tree import DraftTree
 from kdtree_nb.reference.tree import tree_build as specification
 
 
-def run(device, log_probs, node_budget, children=None, token_ids=None, root: int = 17) -> DraftTree:
+def run(device, log_probs, node_budget, children=None, token_ids=None, root: int = 17, costs=None) -> DraftTree:
     log_probs = np.asarray(log_probs, np.float32)
     if token_ids is None:
         token_ids = ids_of(*log_probs.shape[:2])
     arrays = device.put([root], np.int32), device.put(log_probs), device.put(token_ids, np.int32)
-    tree = tree_build(*arrays, node_budget, None if children is None else device.put(children, np.int32))
+    tree = tree_build(
+        *arrays,
+        node_budget,
+        None if children is None else device.put(children, np.int32),
+        None if costs is None else device.put(costs, np.float32),
+    )
     columns = (device.host(column) for column in (tree.tokens, tree.parents, tree.depths, tree.scores))
     return DraftTree(*columns, num_nodes=int(device.host(tree.num_nodes)[0]))
 
@@ -103,6 +108,23 @@ def test_budgets(device, kind, node_budget):
     check(device, -np.sort(-log_probs.astype(np.float32), axis=1), node_budget)
 
 
+@pytest.mark.parametrize("node_budget", [32, 33, 64, 65, MAX_BUDGET])
+@pytest.mark.parametrize("kind", ["ties", "one score"])
+def test_ties_in_every_bucket(device, kind, node_budget):
+    """Few scores, so that most steps find ties in a bucket and between buckets; or one: paths alone decide."""
+    values = VALUES["ties"][1:4] if kind == "ties" else np.zeros(1, np.float32)
+    log_probs, children = random_conditionals(np.random.default_rng(node_budget), values, 5, 33)
+    check(device, log_probs, node_budget, children)
+    check(device, -np.sort(-np.random.default_rng(node_budget).choice(values, (5, 33)), axis=1), node_budget)
+
+
+@pytest.mark.parametrize("length", [1, 15, 17])
+def test_tables_that_do_not_fit_in_shared_memory(device, length):
+    """Of a row 16, 1 and none of its 256 ranks lie there."""
+    log_probs, children = random_conditionals(np.random.default_rng(length), VALUES["flat"], length, 256)
+    assert check(device, log_probs, 700, children).depths.max() == min(length, 2)
+
+
 def test_the_deepest_and_the_widest(device):
     """A chain of 32 nodes, then a frontier that grows with every node."""
     assert check(device, np.zeros((32, 1)), 40).num_nodes == 33
@@ -163,6 +185,31 @@ def test_corners(device, rows, node_budget, nodes):
 )  # fmt: skip
 def test_corners_with_children(device, rows, children, node_budget, nodes):
     assert check(device, rows, node_budget, np.array(children)).num_nodes == 1 + nodes
+
+
+@pytest.mark.parametrize("node_budget", [1, 15, 16, 17, 31, 32, 33, 64, 300, MAX_BUDGET])
+def test_costs(device, node_budget):
+    """Straight, in stairs, flat, and in no order: the search may end early, with the tree of the whole search."""
+    rng, nodes = np.random.default_rng(node_budget), np.arange(node_budget + 1)
+    kept = []
+    for row in range(12):
+        log_probs = -np.sort(rng.exponential(3, (6, 40)), axis=1).astype(np.float32)
+        straight = 1 + nodes * rng.choice([0.001, 0.01, 0.1])
+        kinds = straight, straight[nodes // 16 * 16], np.ones(len(nodes)), rng.uniform(1, 2, len(nodes))
+        costs = kinds[row % 4].astype(np.float32)
+        tree = run(device, log_probs, node_budget, costs=costs)
+        assert_same_tree(tree, specification(17, log_probs, ids_of(6, 40), node_budget, costs=costs))
+        kept.append(tree.num_nodes)
+    assert max(kept) == 1 + node_budget and (node_budget < 15 or min(kept) < 1 + node_budget)
+
+
+def test_a_search_that_cannot_pay_ends(device):
+    """Behind its end lies what would pay, were it a probability: a search that went on would find it."""
+    log_probs = np.full((1, 64), -9, np.float32)
+    log_probs[0, 32:] = 9
+    steep = 1 + np.arange(65)
+    assert run(device, log_probs, 64, costs=np.ones(65)).num_nodes == 65
+    assert run(device, log_probs, 64, costs=steep).num_nodes == 1
 
 
 def test_nan_counts_as_impossible(device):

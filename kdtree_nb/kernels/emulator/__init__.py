@@ -61,7 +61,7 @@ class Program:
             Where a GPU would be free to do anything; the message names kernel, block, thread and line.
         """
         schedule, seed = _schedule()
-        launch = _Launch(grid, block, shared_bytes, _workers(), schedule, seed)
+        launch = _Launch(grid, block, shared_bytes, workers(), schedule, seed)
         pointers = (ctypes.c_void_p * len(arguments))(*(ctypes.addressof(argument) for argument in arguments))
         launch.arguments = ctypes.cast(pointers, ctypes.POINTER(ctypes.c_void_p))
         if getattr(self._library, f"emulate_{kernel}")(ctypes.byref(launch)):
@@ -69,7 +69,8 @@ class Program:
 
 
 @functools.cache
-def _workers() -> int:
+def workers() -> int:
+    """How many threads of this CPU are ours."""
     try:
         return len(os.sched_getaffinity(0))
     except AttributeError:  # not on macOS

@@ -22,6 +22,7 @@ constexpr int STEPS = (IN_FEATURES + STEP - 1) / STEP;
 constexpr int PER_PART = (STEPS + PARTS - 1) / PARTS;
 constexpr int OUTPUTS = 16 * TILES;
 constexpr int THREADS = 32 * PARTS;
+constexpr int GROUPS = TILES * ROWS > 64 ? 1 : 2;  // unrolled: a large block has no registers for both
 
 // A warp's operands of one step. Of 8 rows of x and one group, lane 4 · row + p holds inputs 8 · p, + 1, …, + 7.
 struct Stage {
@@ -44,7 +45,7 @@ __device__ __forceinline__ unsigned two_codes(unsigned word)
 __device__ __forceinline__ void multiply(const Stage& stage, float (&sum)[TILES][ROWS / 8][4])
 {
     const int lane = threadIdx.x % 32;
-#pragma unroll
+#pragma unroll GROUPS
     for (int group = 0; group < 2; ++group) {
         uint4 x[ROWS / 8];
 #pragma unroll

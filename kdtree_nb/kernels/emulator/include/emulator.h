@@ -48,9 +48,9 @@ void* memset(void* to, int value, size_t bytes) noexcept;
 
 extern "C" {  // as where an extern "C" kernel declares it
 #ifdef EMULATOR_ASAN
-alignas(128) unsigned char dynamic_shared[emulator::MAX_SHARED_BYTES];
+alignas(1024) unsigned char dynamic_shared[emulator::MAX_SHARED_BYTES];
 #else
-alignas(128) thread_local unsigned char dynamic_shared[emulator::MAX_SHARED_BYTES];
+alignas(1024) thread_local unsigned char dynamic_shared[emulator::MAX_SHARED_BYTES];
 #endif
 }
 

@@ -21,14 +21,6 @@ template <class Format> inline float half_of(unsigned pair, int upper)
     return Format::widen((unsigned short)(upper ? pair >> 16 : pair));
 }
 
-inline void whole_warp(Warp& warp, unsigned lanes)
-{
-    const int lane = __builtin_ctz(lanes);
-    if (lanes != 0xffffffffu)
-        fail("%s at %s:%d takes a whole warp, these lanes are here: 0x%08x", warp.site[lane]->function,
-             warp.site[lane]->file(), warp.site[lane]->line, lanes);
-}
-
 // The 16 products of an element are added exactly (in double), then once to c. A GPU adds them in an order and with
 // a rounding that are not documented.
 template <class Format> void combine_mma(Warp& warp, unsigned lanes)
@@ -129,6 +121,37 @@ inline void ldmatrix_x4_trans(unsigned (&r)[4], const void* row, EMULATOR_CALLER
 inline void ldmatrix_x2_trans(unsigned (&r)[2], const void* row, EMULATOR_CALLER)
 {
     emulator::ldmatrix<2, true>(r, row, {"ldmatrix_x2_trans", file, line});
+}
+
+inline unsigned shared_address(const void* shared) { return emulator::shared_address(shared); }
+
+inline void fence_shared_for_wgmma() {}
+
+inline void wgmma_fence(EMULATOR_CALLER)
+{
+    emulator::meet(0xffffffffu, {"wgmma_fence", file, line}, emulator::combine_nothing);
+}
+
+inline void wgmma_commit(EMULATOR_CALLER)
+{
+    emulator::meet(0xffffffffu, {"wgmma_commit", file, line}, emulator::combine_wgmma_commit);
+}
+
+template <int groups_left> inline void wgmma_wait(EMULATOR_CALLER)
+{
+    emulator::exchange<int>(0xffffffffu, groups_left, 0, {"wgmma_wait", file, line}, emulator::combine_wgmma_wait);
+}
+
+template <int n> inline void wgmma_use(float (&)[n]) {}
+
+inline void wgmma_m64n32k16(float (&d)[16], unsigned long long a, unsigned long long b, bool adds, EMULATOR_CALLER)
+{
+    emulator::wgmma({d, nullptr, a, b, 32, false, adds}, {"wgmma_m64n32k16", file, line});
+}
+
+inline void wgmma_m64n64k16(float (&d)[32], const unsigned (&a)[4], unsigned long long b, EMULATOR_CALLER)
+{
+    emulator::wgmma({d, a, 0, b, 64, true, true}, {"wgmma_m64n64k16", file, line});
 }
 
 inline void cp_async_16(void* shared, const void* global, bool valid = true)

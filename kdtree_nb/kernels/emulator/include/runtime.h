@@ -61,6 +61,7 @@ struct Warp;
 using Combine = void (*)(Warp&, unsigned lanes);
 
 struct AsyncCopies;
+struct AsyncProducts;
 
 struct Thread {
     uint3 index;
@@ -74,6 +75,7 @@ struct Warp {
     unsigned ready;    // lanes that can run
     unsigned waiting;  // lanes in a warp function
     int index;
+    AsyncProducts* products;
     // Of the lanes that wait:
     unsigned mask[LANES];
     const Site* site[LANES];
@@ -111,6 +113,9 @@ void interleave();
 void copy_async(void* to, const void* from, int bytes, int valid_bytes);
 void copy_commit();
 void copy_wait(int groups_left);
+
+// Of what lies in dynamic shared memory, its distance from the beginning.
+unsigned shared_address(const void* shared);
 
 // Run a whole grid; 0, or 1 with launch.error filled in.
 int launch(Launch& launch, const char* kernel, void (*call)(void** arguments), unsigned char* (*dynamic_shared)());

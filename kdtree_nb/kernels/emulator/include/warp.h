@@ -17,6 +17,12 @@ void combine_signed_max(Warp&, unsigned lanes);
 void combine_and(Warp&, unsigned lanes);
 void combine_or(Warp&, unsigned lanes);
 void combine_xor(Warp&, unsigned lanes);
+void combine_wgmma(Warp&, unsigned lanes);
+void combine_wgmma_commit(Warp&, unsigned lanes);
+void combine_wgmma_wait(Warp&, unsigned lanes);
+
+// Give up where these lanes are not a whole warp.
+void whole_warp(Warp&, unsigned lanes);
 
 // One value into the meeting and one out of it, both as their bits.
 template <class Result, class T>
@@ -37,6 +43,21 @@ inline Result exchange(unsigned mask, T value, int source, const Site& site, Com
 }
 
 inline int lane() { return worker->current->lane; }
+
+// What a lane brings to a wgmma: registers, the descriptors of what lies in shared memory (of a, if it has no registers).
+struct WgmmaOperands {
+    float* d;
+    const unsigned* a;
+    unsigned long long a_descriptor, b_descriptor;
+    int columns;
+    bool b_transposed, adds;
+};
+
+inline void wgmma(const WgmmaOperands& operands, const Site& site)
+{
+    worker->current->warp->operand[lane()] = reinterpret_cast<size_t>(&operands);
+    meet(0xffffffffu, site, combine_wgmma);
+}
 
 inline void check_width(int width, const Site& site)
 {

@@ -22,6 +22,14 @@ template <class T, class Operation> void reduce(Warp& warp, unsigned lanes, Oper
 
 }  // namespace
 
+void whole_warp(Warp& warp, unsigned lanes)
+{
+    const Site& site = *warp.site[lowest(lanes)];
+    if (lanes != 0xffffffffu)
+        fail("%s at %s:%d takes a whole warp, these lanes are here: 0x%08x", site.function, site.file(), site.line,
+             lanes);
+}
+
 void combine_nothing(Warp&, unsigned) {}
 
 void combine_shuffle(Warp& warp, unsigned lanes)

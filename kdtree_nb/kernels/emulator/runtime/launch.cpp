@@ -12,6 +12,7 @@
 namespace emulator {
 
 void copy_forget(Thread& thread);
+void products_forget(Warp& warp);
 
 namespace {
 
@@ -55,6 +56,7 @@ void run_block(BlockWorker& w, unsigned long long block)
         const int lanes = w.threads_in_block - i * LANES;
         w.warps[i].present = w.warps[i].ready = lanes >= LANES ? ~0u : bit(lanes) - 1;
         w.warps[i].waiting = 0;
+        products_forget(w.warps[i]);
         w.ready_warps |= bit(i);
     }
     for (int i = 0; i < w.threads_in_block; ++i)
