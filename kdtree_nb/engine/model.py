@@ -160,8 +160,8 @@ class Model:
             shared = range(config.n_routed_experts, config.n_routed_experts + config.n_shared_experts)
             tiles_of = self.weights.expert_tiles(at, config)
             return moe_by_blocks(self.device.float32(x), expert_ids, weights, shared, tiles_of, self.weights.dtype)
-        output = self.weights.moe(x, expert_ids, weights, f"{at}.experts", config.n_routed_experts)
-        return output + self._swiglu(x, f"{at}.shared_experts") if config.n_shared_experts else output
+        of_shared = self._swiglu(x, f"{at}.shared_experts") if config.n_shared_experts else None
+        return self.weights.moe(x, expert_ids, weights, f"{at}.experts", config.n_routed_experts, of_shared)
 
     def _swiglu(self, x: Array, at: str) -> Array:
         gate_up = self.weights.linear(x, f"{at}.gate_proj", f"{at}.up_proj")

@@ -123,15 +123,18 @@ class Weights:
             return tile(matrices)
         return self._device.put(self._entering(self._device.xp.ascontiguousarray(matrices)))
 
-    def moe(self, x: Array, expert_ids: Array, weights: Array, at: str, count: int) -> Array:
+    def moe(
+        self, x: Array, expert_ids: Array, weights: Array, at: str, count: int, shared: Array | None = None
+    ) -> Array:
         """The weighted sum of each token's experts below ``at``, by the kernels: dtype [tokens, hidden] to float32.
 
-        Experts that are not all INT4 have no kernel for tensor cores: the exact one takes what is rounded.
+        ``shared``, what other experts have given, is added last. Experts that are not all INT4 have no kernel for
+        tensor cores: the exact one takes what is rounded.
         """
         gate_up, down = self.experts(at, count)
         if isinstance(gate_up, TiledExperts):
-            return moe_mma(x, expert_ids, weights, gate_up, down)
-        return moe(self._device.float32(x), expert_ids, weights, gate_up, down)
+            return moe_mma(x, expert_ids, weights, gate_up, down, shared)
+        return moe(self._device.float32(x), expert_ids, weights, gate_up, down, shared)
 
     def experts(self, at: str, count: int) -> tuple[Any, Any]:
         """The gate-and-up and the down projections of all experts below ``at``, for the kernels."""
