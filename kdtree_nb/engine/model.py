@@ -64,8 +64,9 @@ class Model:
                 mlps.append(mlp)
                 continue
             products.append((f"{mlp}.gate",))
-            experts.append((f"{mlp}.experts", config.n_routed_experts))
-            mlps += [f"{mlp}.shared_experts"] * bool(config.n_shared_experts)
+            experts.append((mlp, config))
+            if config.n_shared_experts and not self.weights.shared_behind(mlp, config):
+                mlps.append(f"{mlp}.shared_experts")
         for at in mlps:
             products += [(f"{at}.gate_proj", f"{at}.up_proj"), (f"{at}.down_proj",)]
         if not config.tie_word_embeddings:
@@ -155,13 +156,16 @@ class Model:
         if config.is_dense(layer):
             return self._swiglu(x, at)
         bias = self.weights.vector(f"{at}.gate.e_score_correction_bias")
-        expert_ids, weights = moe_route(self.weights.linear(x, f"{at}.gate"), bias, config)
+        logits = self.weights.linear(x, f"{at}.gate")
         if not runs_cuda(x):
+            expert_ids, weights = moe_route(logits, bias, config)
             shared = range(config.n_routed_experts, config.n_routed_experts + config.n_shared_experts)
             tiles_of = self.weights.expert_tiles(at, config)
             return moe_by_blocks(self.device.float32(x), expert_ids, weights, shared, tiles_of, self.weights.dtype)
-        of_shared = self._swiglu(x, f"{at}.shared_experts") if config.n_shared_experts else None
-        return self.weights.moe(x, expert_ids, weights, f"{at}.experts", config.n_routed_experts, of_shared)
+        behind = self.weights.shared_behind(at, config)
+        beside = self._swiglu(x, f"{at}.shared_experts") if config.n_shared_experts > behind else None
+        expert_ids, weights = moe_route(logits, bias, config, behind)
+        return self.weights.moe(x, expert_ids, weights, at, config, beside)
 
     def _swiglu(self, x: Array, at: str) -> Array:
         gate_up = self.weights.linear(x, f"{at}.gate_proj", f"{at}.up_proj")
