@@ -74,10 +74,11 @@ def _tail(prefix_len: int, parents: bytes) -> tuple[np.ndarray, np.ndarray]:
     """
     tree = np.frombuffer(parents, np.int32)
     paths = ancestors(tree[: 1 + np.count_nonzero(tree[1:] >= 0)])
-    committed = np.arange(prefix_len // SPLIT * SPLIT, prefix_len)
-    committed = np.broadcast_to(committed, (len(paths), len(committed)))
-    slots = np.concatenate([committed, np.where(paths >= 0, prefix_len + paths, -1)], axis=1)
-    slots = np.pad(slots, ((0, 0), (0, -slots.shape[1] % SPLIT)), constant_values=-1)
+    committed = prefix_len % SPLIT
+    keys = committed + paths.shape[1]
+    slots = np.full((len(paths), -(-keys // SPLIT) * SPLIT), -1)
+    slots[:, :committed] = np.arange(prefix_len - committed, prefix_len)
+    slots[:, committed:keys] = np.where(paths >= 0, prefix_len + paths, -1)
     own = prefix_len + np.arange(len(paths))[:, None]
     mask = np.where(slots >= 0, np.float32(0), np.float32(-np.inf))
     by_split = (len(paths), -1, SPLIT)

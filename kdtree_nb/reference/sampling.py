@@ -63,9 +63,11 @@ def choose_tokens(
     """
     logits = np.where(np.isnan(logits), -np.inf, logits)  # NaN is never chosen
     chosen = logits.argmax(axis=1).astype(np.int32)
+    if temperature == 0:
+        return chosen
     highest = logits.max(axis=1, keepdims=True)
     (sampled,) = np.nonzero(np.isfinite(highest[:, 0]))
-    if temperature == 0 or not len(sampled):
+    if not len(sampled):
         return chosen
     logits = logits[sampled].astype(np.float64)
     weights = np.exp((logits - highest[sampled]) / temperature)
