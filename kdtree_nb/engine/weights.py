@@ -16,6 +16,7 @@ from kdtree_nb.engine.device import Device
 from kdtree_nb.engine.upload import Piece, upload
 from kdtree_nb.kernels.dense_gemm import dense_gemm
 from kdtree_nb.kernels.dense_mma import dense_mma
+from kdtree_nb.kernels.embed import embed
 from kdtree_nb.kernels.launch import Array, address_of, array_module, runs_cuda
 from kdtree_nb.kernels.moe import Experts, moe
 from kdtree_nb.kernels.moe_mma import TiledExperts, moe_mma, tile_experts
@@ -211,7 +212,7 @@ class Weights:
         if self._device.name == "cpu" and "lm_head" not in self._bundle:
             return self._tiled((name,)).values[token_ids // COLUMNS, :, token_ids % COLUMNS]
         (table,) = self._on_device((name,), "")
-        return self._device.float32(table[token_ids])
+        return embed(table, token_ids)
 
     def _is_packed(self, name: str) -> bool:
         return f"{name}.qw" in self._bundle
