@@ -31,6 +31,7 @@ MODELS: dict[str, tuple[dict, dict]] = {
     "int4, q_proj, tied": (dict(q_lora_rank=None, tie_word_embeddings=True), dict()),
     "float32": (dict(), dict(storage="float32")),
     "bfloat16": (dict(), dict(storage="bfloat16")),
+    "int4, two shared experts": (dict(n_shared_experts=2), dict()),
     "experts alone in int4": (dict(n_shared_experts=2), dict(select=routed_experts)),
     "down projections alone in int4": (dict(), dict(select=lambda name: name.endswith("down_proj"))),
     "gates alone in int4": (dict(), dict(select=lambda name: name.endswith("gate_proj"))),

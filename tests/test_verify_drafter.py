@@ -122,7 +122,7 @@ def test_a_flipped_byte_of_the_drafter_is_seen(built: Built, case: GoldenCase, t
 
 
 observe, block_attention, top_k = dflash._Text.observe, dflash.block_attention, dflash.top_k
-rms_norm, swiglu, condition, rope = dflash.rms_norm, dflash.swiglu, dflash.condition, dflash.rope
+rms_norm, swiglu, condition, block_write = dflash.rms_norm, dflash.swiglu, dflash.condition, dflash.block_write
 
 
 def features_one_row_on(self, features):
@@ -131,6 +131,10 @@ def features_one_row_on(self, features):
 
 def layers_swapped(self, features):
     observe(self, features[::-1])
+
+
+def not_rotated(projected, norms, eps, table, *cache):
+    return block_write(projected, norms, eps, (table[0] * 0 + 1, table[1] * 0), *cache)
 
 
 def last_of_the_block_unseen(queries, keys, values, length, window):
@@ -178,7 +182,7 @@ MUTATIONS: dict[str, tuple[object, str, Callable]] = {
     "the block's last row elsewhere": (dflash, "block_attention", last_of_the_block_unseen),
     "norms a little off": (dflash, "rms_norm", lambda x, weight, eps: rms_norm(x, weight, eps + 1e-2)),
     "gate and up swapped": (dflash, "swiglu", lambda x: swiglu(np.roll(x, x.shape[1] // 2, axis=1))),
-    "not rotated": (dflash, "rope", lambda x, table, length, rows: rope(x, table, length * 0, rows * 0)),
+    "not rotated": (dflash, "block_write", not_rotated),
     "log-probabilities off": (dflash, "top_k", a_little_less_probable),
     "the second best first": (dflash, "top_k", the_second_best_first),
     "not the best candidates": (dflash, "top_k", the_next_best),

@@ -19,6 +19,7 @@ DEFINES: dict[str, dict[str, str]] = {
     **{name: {"OUT": "__nv_bfloat16"} for name in ("rms_norm.cu", "split_queries.cu", "swiglu.cu")},
     "latent_write.cu": {"CACHE": "__nv_bfloat16"},
     "cache_commit.cu": {"VALUE": "__nv_bfloat16"},
+    "embed.cu": {"VALUE": "__nv_bfloat16"},
     "w4a16_mma.cu": {"IN_FEATURES": "7168", "PARTS": "8", "TILES": "2", "ROWS": "16", "STAGES": "4", "BLOCKS": "1"},
     "moe.cu": {"WEIGHT": "Int4Weight<__nv_bfloat16>", "VALUE": "uint4", "SCALE": "__nv_bfloat16"},
     "moe_mma.cu": {"IN_FEATURES": "7168", "PARTS": "4", "TILES": "4", "STAGES": "4"},

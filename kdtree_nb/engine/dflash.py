@@ -10,9 +10,9 @@ from kdtree_nb.engine.drafter import Drafter, Proposal
 from kdtree_nb.engine.model import Model
 from kdtree_nb.engine.weights import Weights
 from kdtree_nb.kernels.block_attention import block_attention
+from kdtree_nb.kernels.block_write import block_write
 from kdtree_nb.kernels.launch import Array
-from kdtree_nb.kernels.rms_norm import rms_norm
-from kdtree_nb.kernels.rope import rope
+from kdtree_nb.kernels.rms_norm import add_norm, rms_norm
 from kdtree_nb.kernels.swiglu import swiglu
 from kdtree_nb.kernels.top_k import top_k
 from kdtree_nb.kernels.transition import condition
@@ -75,16 +75,14 @@ class _Text(Drafter):
         shape = (config.num_hidden_layers, rows, config.num_key_value_heads, config.head_dim)
         self._keys, self._values = xp.zeros(shape, np.float32), xp.zeros(shape, np.float32)
         self._block = xp.full(config.block_size, config.mask_token_id, np.int32)
-        self._block_rows = xp.arange(config.block_size, dtype=np.int32)
 
     def observe(self, features: Array) -> None:
         """Write keys and values of tokens that are about to be committed; features [taps, tokens, hidden]."""
         config, weights = self._config, self._of.weights
         side_by_side = features.swapaxes(0, 1).reshape(features.shape[1], -1)
         context = rms_norm(weights.linear(side_by_side, "fc"), weights.vector("hidden_norm"), config.rms_norm_eps)
-        rows = self._device.xp.arange(len(context), dtype=np.int32)
         for layer in range(config.num_hidden_layers):
-            self._write(layer, weights.linear(context, *self._names(layer, "k", "v")), rows)
+            self._write(layer, weights.linear(context, *self._names(layer, "k", "v")))
 
     def propose(self, tokens: np.ndarray) -> Proposal:
         """As :meth:`Drafter.propose`."""
@@ -112,40 +110,35 @@ class _Text(Drafter):
         """What the target's head reads, one row a drafted token: float32 [block_size − 1, hidden]."""
         config, of = self._config, self._of
         weights, eps = of.weights, config.rms_norm_eps
+        after = [*(f"layers.{layer}.input_layernorm" for layer in range(1, config.num_hidden_layers)), "norm"]
         self._block[:1] = root
         x = of.target.weights.embed(self._block)
+        normed = rms_norm(x, weights.vector("layers.0.input_layernorm"), eps)
         for layer in range(config.num_hidden_layers):
             at = f"layers.{layer}"
-            normed = rms_norm(x, weights.vector(f"{at}.input_layernorm"), eps)
-            projected = weights.linear(normed, *self._names(layer, "q", "k", "v"))
-            width = config.num_attention_heads * config.head_dim
-            self._write(layer, projected[:, width:], self._block_rows)
-            queries = self._heads(projected[:, :width], f"{at}.self_attn.q_norm", self._block_rows)
+            queries = self._write(layer, weights.linear(normed, *self._names(layer, "q", "k", "v")))
             mixed = block_attention(
                 queries, self._keys[layer], self._values[layer], self._length, config.sliding_window
             )
-            x = x + weights.linear(mixed.reshape(len(x), -1), f"{at}.self_attn.o_proj")
-            normed = rms_norm(x, weights.vector(f"{at}.post_attention_layernorm"), eps)
+            delta = weights.linear(mixed.reshape(len(x), -1), f"{at}.self_attn.o_proj")
+            x, normed = add_norm(x, delta, weights.vector(f"{at}.post_attention_layernorm"), eps)
             gate_up = weights.linear(normed, f"{at}.mlp.gate_proj", f"{at}.mlp.up_proj")
-            x = x + weights.linear(swiglu(gate_up), f"{at}.mlp.down_proj")
-        return rms_norm(x[1:], weights.vector("norm"), eps)
+            delta = weights.linear(swiglu(gate_up), f"{at}.mlp.down_proj")
+            x, normed = add_norm(x, delta, weights.vector(after[layer]), eps)
+        return normed[1:]
 
-    def _write(self, layer: int, keys_values: Array, rows: Array) -> None:
-        """Cache the projections [tokens, keys | values] of tokens at positions length + rows."""
-        width = self._config.num_key_value_heads * self._config.head_dim
-        keys = self._heads(keys_values[:, :width], f"layers.{layer}.self_attn.k_norm", rows)
-        at = self._length + rows
-        self._keys[layer][at] = keys
-        self._values[layer][at] = keys_values[:, width:].reshape(keys.shape)
-
-    def _heads(self, x: Array, norm: str, rows: Array) -> Array:
-        """Normalise and rotate each head of x [tokens, heads · size]: [tokens, heads, size]."""
-        config = self._config
-        by_head = x.reshape(-1, config.head_dim)
-        normed = rms_norm(by_head, self._of.weights.vector(norm), config.rms_norm_eps)
-        halves = normed.reshape(len(x), -1, 2, config.head_dim // 2)
-        interleaved = self._device.xp.ascontiguousarray(halves.swapaxes(2, 3)).reshape(len(x), -1, config.head_dim)
-        return rope(interleaved, self._of.rope_table, self._length, rows)
+    def _write(self, layer: int, projected: Array) -> Array:
+        """Cache keys and values of tokens from position ``length`` on; their queries, where they have some."""
+        norms = [self._of.weights.vector(f"layers.{layer}.self_attn.{name}_norm") for name in "qk"]
+        return block_write(
+            projected,
+            (norms[0], norms[1]),
+            self._config.rms_norm_eps,
+            self._of.rope_table,
+            self._length,
+            self._keys[layer],
+            self._values[layer],
+        )
 
     @staticmethod
     def _names(layer: int, *which: str) -> list[str]:

@@ -12,7 +12,7 @@ from kdtree_nb.engine.weights import Weights
 from kdtree_nb.kernels.latent_write import latent_write
 from kdtree_nb.kernels.launch import Array, empty_beside, runs_cuda
 from kdtree_nb.kernels.moe_route import moe_route
-from kdtree_nb.kernels.rms_norm import rms_norm
+from kdtree_nb.kernels.rms_norm import add_norm, rms_norm
 from kdtree_nb.kernels.split_queries import split_queries
 from kdtree_nb.kernels.swiglu import swiglu
 from kdtree_nb.kernels.tree_attention import tree_attention
@@ -64,8 +64,9 @@ class Model:
                 mlps.append(mlp)
                 continue
             products.append((f"{mlp}.gate",))
-            experts.append((f"{mlp}.experts", config.n_routed_experts))
-            mlps += [f"{mlp}.shared_experts"] * bool(config.n_shared_experts)
+            experts.append((mlp, config))
+            if config.n_shared_experts and not self.weights.shared_behind(mlp, config):
+                mlps.append(f"{mlp}.shared_experts")
         for at in mlps:
             products += [(f"{at}.gate_proj", f"{at}.up_proj"), (f"{at}.down_proj",)]
         if not config.tie_word_embeddings:
@@ -97,24 +98,24 @@ class Model:
         logits_of : slice
             Rows whose logits are wanted; a prompt's are not.
         """
+        layers, rounded = self.config.num_hidden_layers, (self.config.rms_norm_eps, self.weights.dtype)
+        before_mlp = [f"model.layers.{layer}.post_attention_layernorm" for layer in range(layers)]
+        before_attention = [*(f"model.layers.{layer}.input_layernorm" for layer in range(layers)), "model.norm"]
+        norm = self.weights.vector
+
         hidden = self.weights.embed(tokens)
         features = self.device.xp.empty((len(taps), *hidden.shape), np.float32)
-        for layer in range(self.config.num_hidden_layers):
-            hidden = hidden + self._attention(layer, self._norm(hidden, layer, "input"), parents, depths, cache)
-            hidden = hidden + self._mlp(layer, self._norm(hidden, layer, "post_attention"))
-            if layer in taps:
-                features[taps.index(layer)] = hidden
-        norm = self.weights.vector("model.norm")
-        final = rms_norm(hidden[logits_of], norm, self.config.rms_norm_eps, self.weights.dtype)
-        return ForwardPass(self.logits(final), features)
+        x = rms_norm(hidden, norm(before_attention[0]), *rounded)
+        for layer in range(layers):
+            mixed = self._attention(layer, x, parents, depths, cache)
+            hidden, x = add_norm(hidden, mixed, norm(before_mlp[layer]), *rounded)
+            tapped = features[taps.index(layer)] if layer in taps else None
+            hidden, x = add_norm(hidden, self._mlp(layer, x), norm(before_attention[layer + 1]), *rounded, out=tapped)
+        return ForwardPass(self.logits(x[logits_of]), features)
 
     def logits(self, final: Array) -> Array:
         """What the head gives for normed rows [rows, hidden]: float32 [rows, vocab]."""
         return self.weights.linear(final, "model.embed_tokens" if self.config.tie_word_embeddings else "lm_head")
-
-    def _norm(self, hidden: Array, layer: int, which: str) -> Array:
-        weight = self.weights.vector(f"model.layers.{layer}.{which}_layernorm")
-        return rms_norm(hidden, weight, self.config.rms_norm_eps, self.weights.dtype)
 
     def _attention(self, layer: int, x: Array, parents: Array, depths: Array, cache: LatentCache) -> Array:
         config, weights, at = self.config, self.weights, f"model.layers.{layer}.self_attn"
@@ -155,13 +156,16 @@ class Model:
         if config.is_dense(layer):
             return self._swiglu(x, at)
         bias = self.weights.vector(f"{at}.gate.e_score_correction_bias")
-        expert_ids, weights = moe_route(self.weights.linear(x, f"{at}.gate"), bias, config)
+        logits = self.weights.linear(x, f"{at}.gate")
         if not runs_cuda(x):
+            expert_ids, weights = moe_route(logits, bias, config)
             shared = range(config.n_routed_experts, config.n_routed_experts + config.n_shared_experts)
             tiles_of = self.weights.expert_tiles(at, config)
             return moe_by_blocks(self.device.float32(x), expert_ids, weights, shared, tiles_of, self.weights.dtype)
-        output = self.weights.moe(x, expert_ids, weights, f"{at}.experts", config.n_routed_experts)
-        return output + self._swiglu(x, f"{at}.shared_experts") if config.n_shared_experts else output
+        behind = self.weights.shared_behind(at, config)
+        beside = self._swiglu(x, f"{at}.shared_experts") if config.n_shared_experts > behind else None
+        expert_ids, weights = moe_route(logits, bias, config, behind)
+        return self.weights.moe(x, expert_ids, weights, at, config, beside)
 
     def _swiglu(self, x: Array, at: str) -> Array:
         gate_up = self.weights.linear(x, f"{at}.gate_proj", f"{at}.up_proj")

@@ -11,10 +11,12 @@ from ml_dtypes import bfloat16
 from kdtree_nb.bundle import Bundle
 from kdtree_nb.bundle.format import DTYPES
 from kdtree_nb.config import ModelConfig
+from kdtree_nb.config.model import MAX_EXPERTS
 from kdtree_nb.engine.device import Device
 from kdtree_nb.engine.upload import Piece, upload
 from kdtree_nb.kernels.dense_gemm import dense_gemm
 from kdtree_nb.kernels.dense_mma import dense_mma
+from kdtree_nb.kernels.embed import embed
 from kdtree_nb.kernels.launch import Array, address_of, array_module, runs_cuda
 from kdtree_nb.kernels.moe import Experts, moe
 from kdtree_nb.kernels.moe_mma import TiledExperts, moe_mma, tile_experts
@@ -22,6 +24,9 @@ from kdtree_nb.kernels.to_bfloat16 import to_bfloat16
 from kdtree_nb.kernels.w4a16_gemm import w4a16_gemm
 from kdtree_nb.kernels.w4a16_mma import tile_weight, w4a16_mma
 from kdtree_nb.reference.linear import COLUMNS, Tiles, linear, tile
+
+PROJECTIONS = "gate_proj", "up_proj", "down_proj"
+"""Of an expert, in the order in which they are stacked: the first two together."""
 
 
 class Weights:
@@ -48,13 +53,14 @@ class Weights:
         self._stored: dict[tuple[str, ...], tuple[Any, ...]] = {}
         self._tiles: dict[tuple[str, ...], Tiles] = {}
         self._expert_tiles: dict[tuple[str, int], tuple[Tiles, Tiles]] = {}
-        self._experts: dict[str, tuple[Any, Any]] = {}
+        self._experts: dict[str, tuple[Any, ...]] = {}
+        self._shared_behind: dict[str, int] = {}
         self._awaited: list[Piece] | None = None  # within preload: what its one upload will bring
 
     def preload(
         self,
         products: Iterable[tuple[str, ...]],
-        experts: Iterable[tuple[str, int]],
+        experts: Iterable[tuple[str, ModelConfig]],
         progress: Callable[[int, int], None] | None = None,
     ) -> None:
         """Load now, in one upload, what :meth:`linear` and :meth:`experts` would load when called with these names.
@@ -68,8 +74,8 @@ class Weights:
                 alike = len({self._is_packed(name) for name in names}) == 1
                 for together in [names] if alike else [(name,) for name in names]:
                     self._on_device(together, *((".qw", ".sc") if self._is_packed(together[0]) else ("",)))
-            for at, count in experts:
-                self.experts(at, count)
+            for at, config in experts:
+                self.experts(at, config)
             self._send(self._awaited, progress)
             for names in self._stored.keys() - known:
                 self._stored[names] = self._arranged(*self._stored[names])
@@ -123,24 +129,49 @@ class Weights:
             return tile(matrices)
         return self._device.put(self._entering(self._device.xp.ascontiguousarray(matrices)))
 
-    def moe(self, x: Array, expert_ids: Array, weights: Array, at: str, count: int) -> Array:
-        """The weighted sum of each token's experts below ``at``, by the kernels: dtype [tokens, hidden] to float32.
+    def moe(
+        self,
+        x: Array,
+        expert_ids: Array,
+        weights: Array,
+        at: str,
+        config: ModelConfig,
+        shared: Array | None = None,
+    ) -> Array:
+        """The weighted sum of each token's :meth:`experts`, by the kernels: dtype [tokens, hidden] to float32.
 
-        Experts that are not all INT4 have no kernel for tensor cores: the exact one takes what is rounded.
+        ``shared``, what other experts have given, is added last. Experts that are not all INT4 have no kernel for
+        tensor cores: the exact one takes what is rounded.
         """
-        gate_up, down = self.experts(at, count)
+        gate_up, down = self.experts(at, config)
         if isinstance(gate_up, TiledExperts):
-            return moe_mma(x, expert_ids, weights, gate_up, down)
-        return moe(self._device.float32(x), expert_ids, weights, gate_up, down)
+            return moe_mma(x, expert_ids, weights, gate_up, down, shared)
+        return moe(self._device.float32(x), expert_ids, weights, gate_up, down, shared)
 
-    def experts(self, at: str, count: int) -> tuple[Any, Any]:
-        """The gate-and-up and the down projections of all experts below ``at``, for the kernels."""
+    def experts(self, at: str, config: ModelConfig) -> tuple[Any, Any]:
+        """The gate-and-up and the down projections of a layer's experts, for the kernels; see :meth:`shared_behind`."""
         if at not in self._experts:
-            gate_up = self._stacked([[f"{at}.{e}.gate_proj", f"{at}.{e}.up_proj"] for e in range(count)])
-            down = self._stacked([[f"{at}.{e}.down_proj"] for e in range(count)])
-            stored = gate_up, down
+            routed, shared = _expert_names(at, config)
+            stored: tuple[Experts, ...] = self._stacked(routed, PROJECTIONS[:2]), self._stacked(routed, PROJECTIONS[2:])
+            if self.shared_behind(at, config):
+                stored += self._stacked(shared, PROJECTIONS[:2]), self._stacked(shared, PROJECTIONS[2:])
             self._experts[at] = self._arranged_experts(*stored) if self._awaited is None else stored
         return self._experts[at]
+
+    def shared_behind(self, at: str, config: ModelConfig) -> int:
+        """How many shared experts :meth:`experts` has behind the routed ones: all, if every expert is INT4 alike.
+
+        A checkpoint holds them as one that is as wide as they are together. So cut, they need no products of their own:
+        they are chosen by every token.
+        """
+        if at not in self._shared_behind:
+            routed, shared = _expert_names(at, config)
+            names = [f"{expert}.{projection}" for expert in routed + shared for projection in PROJECTIONS]
+            packed = all(map(self._is_packed, names))
+            alike = packed and len({self._bundle.entries[f"{name}.sc"].dtype for name in names}) == 1
+            few = config.n_routed_experts + config.n_shared_experts <= MAX_EXPERTS
+            self._shared_behind[at] = config.n_shared_experts if alike and few else 0
+        return self._shared_behind[at]
 
     def expert_tiles(self, at: str, config: ModelConfig) -> Callable[[int], tuple[Tiles, Tiles]]:
         """From an expert's id to its gate-and-up and its down projection, for the CPU; shared ones follow the routed.
@@ -181,7 +212,7 @@ class Weights:
         if self._device.name == "cpu" and "lm_head" not in self._bundle:
             return self._tiled((name,)).values[token_ids // COLUMNS, :, token_ids % COLUMNS]
         (table,) = self._on_device((name,), "")
-        return self._device.float32(table[token_ids])
+        return embed(table, token_ids)
 
     def _is_packed(self, name: str) -> bool:
         return f"{name}.qw" in self._bundle
@@ -214,15 +245,14 @@ class Weights:
         rounded = tuple(map(self._entering, stored))
         return (tile_weight(*rounded),) if self._narrow and len(rounded) == 2 else rounded
 
-    def _arranged_experts(self, gate_up: Experts, down: Experts) -> tuple[Any, Any]:
-        """The same of a layer's experts."""
+    def _arranged_experts(self, gate_up: Experts, down: Experts, *shared: Experts) -> tuple[Any, Any]:
+        """The same of a layer's experts, those that are shared cut into experts like the others and put behind them."""
+        if shared:
+            of_gate_up, of_down = _cut(shared[0], shared[1], down.in_features)
+            gate_up, down = _behind(gate_up, of_gate_up), _behind(down, of_down)
         if self._narrow and gate_up.scales is not None and down.scales is not None:
             return tile_experts(gate_up.values, gate_up.scales), tile_experts(down.values, down.scales)
-
-        def rounded(of: Experts) -> Experts:
-            return Experts(self._entering(of.values), None if of.scales is None else self._entering(of.scales))
-
-        return rounded(gate_up), rounded(down)
+        return _each(self._entering, gate_up), _each(self._entering, down)
 
     def _side_by_side(self, names: Sequence[str], part: str) -> Array:
         """Stored tensors one below the other, on the device."""
@@ -258,7 +288,8 @@ class Weights:
         self._device.wait()  # what the arrays are made of may still be in use
         upload(self._bundle, pieces, advance)
 
-    def _stacked(self, names_of_expert: list[list[str]]) -> Experts:
+    def _stacked(self, experts: Sequence[str], projections: Sequence[str]) -> Experts:
+        names_of_expert = [[f"{expert}.{projection}" for projection in projections] for expert in experts]
         packed = [self._is_packed(name) for names in names_of_expert for name in names]
         if any(packed) and not all(packed):  # one stack has one kind
             floats = [np.concatenate([self._on_host(name) for name in names]) for names in names_of_expert]
@@ -267,6 +298,29 @@ class Weights:
         everything = [name for names in names_of_expert for name in names]
         stacks = [self._side_by_side(everything, part) for part in parts]
         return Experts(*(stack.reshape(len(names_of_expert), -1, stack.shape[1]) for stack in stacks))
+
+
+def _expert_names(at: str, config: ModelConfig) -> tuple[list[str], list[str]]:
+    """Of a layer's routed experts, and of the one that is all its shared ones."""
+    shared = [f"{at}.shared_experts"] if config.n_shared_experts else []
+    return [f"{at}.experts.{expert}" for expert in range(config.n_routed_experts)], shared
+
+
+def _each(change: Callable[[Array], Array], experts: Experts) -> Experts:
+    """Experts with their values and, if any, their scales changed."""
+    return Experts(change(experts.values), None if experts.scales is None else change(experts.scales))
+
+
+def _cut(gate_up: Experts, down: Experts, width: int) -> tuple[Experts, Experts]:
+    """One wide expert as several of that width: rows of its gates and of its ups, columns of its down projection."""
+    count = down.in_features // width
+    rows = _each(lambda array: array.reshape(2, count, width, -1).swapaxes(0, 1).reshape(count, 2 * width, -1), gate_up)
+    return rows, _each(lambda array: array.reshape(array.shape[1], count, -1).swapaxes(0, 1), down)
+
+
+def _behind(first: Experts, second: Experts) -> Experts:
+    xp = array_module(first.values)
+    return Experts(*(xp.concatenate(arrays) for arrays in zip(first, second, strict=True)))
 
 
 def joined(*parts: Array) -> Array:

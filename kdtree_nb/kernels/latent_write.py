@@ -4,11 +4,13 @@ import numpy as np
 
 from kdtree_nb.kernels.gemm import check_rows, elements, float_type, threads_for
 from kdtree_nb.kernels.launch import Array, Kernel, pointer, runs_cuda
-from kdtree_nb.kernels.rope import Table
 from kdtree_nb.reference.norm import LATENT_EPS, rms_norm
 from kdtree_nb.reference.rope import rotate
 
 _latent_write = Kernel("latent_write.cu")
+
+Table = tuple[Array, Array]
+"""Cosines and sines, float32 [positions, rope / 2]: :func:`kdtree_nb.reference.rope.rope_table`."""
 
 
 def latent_write(

@@ -45,7 +45,9 @@ class Experts(NamedTuple):
         return {"WEIGHT": f"Int4Weight<{scale}>", "VALUE": "uint4", "SCALE": scale}
 
 
-def moe(x: Array, expert_ids: Array, weights: Array, gate_up: Experts, down: Experts) -> Array:
+def moe(
+    x: Array, expert_ids: Array, weights: Array, gate_up: Experts, down: Experts, shared: Array | None = None
+) -> Array:
     """The weighted sum of each token's SwiGLU experts, added in the order of its choice.
 
     Parameters
@@ -58,6 +60,8 @@ def moe(x: Array, expert_ids: Array, weights: Array, gate_up: Experts, down: Exp
         [experts, 2 · width, hidden], gate rows first.
     down : Experts
         [experts, hidden, width].
+    shared : float32 [tokens, hidden], optional
+        What other experts have given, added last.
 
     Returns
     -------
@@ -77,19 +81,20 @@ def moe(x: Array, expert_ids: Array, weights: Array, gate_up: Experts, down: Exp
             f"moe: down {list(down.values.shape)} does not fit gate_up {list(gate_up.values.shape)} "
             f"and x {list(x.shape)}"
         )
-    check_routing("moe", len(x), expert_ids, weights)
+    check_routing("moe", x, expert_ids, weights, shared)
     if not runs_cuda(x):
 
         def expert(index: int, rows: np.ndarray) -> np.ndarray:
             gate, up = np.split(linear.linear(rows, linear.tile(gate_up.expert(index))), 2, axis=1)
             return linear.linear(reference.swiglu(gate, up), linear.tile(down.expert(index)))
 
-        return reference.moe(x, expert_ids, weights, expert)
+        routed = reference.moe(x, expert_ids, weights, expert)
+        return routed if shared is None else routed + shared
 
     xp, (tokens, hidden), top_k = array_module(x), x.shape, expert_ids.shape[1]
     pairs = tokens * top_k
     if not pairs:
-        return xp.zeros((tokens, hidden), np.float32)
+        return xp.zeros((tokens, hidden), np.float32) if shared is None else shared
     blocks = sort_pairs(expert_ids, experts, ROWS)
     max_blocks = len(blocks.experts)
 
@@ -106,7 +111,7 @@ def moe(x: Array, expert_ids: Array, weights: Array, gate_up: Experts, down: Exp
         (THREADS,),
         (activations, down.values, down.scales, *blocks, outputs, np.int32(hidden), np.int32(width)),
     )
-    return sum_pairs(outputs, weights)
+    return sum_pairs(outputs, weights, shared)
 
 
 def _check(name: str, experts: Experts) -> None:

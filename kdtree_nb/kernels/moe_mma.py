@@ -90,7 +90,14 @@ def tile_experts(qweight: Array, scales: Array) -> TiledExperts:
     return tiled
 
 
-def moe_mma(x: Array, expert_ids: Array, weights: Array, gate_up: TiledExperts, down: TiledExperts) -> Array:
+def moe_mma(
+    x: Array,
+    expert_ids: Array,
+    weights: Array,
+    gate_up: TiledExperts,
+    down: TiledExperts,
+    shared: Array | None = None,
+) -> Array:
     """The weighted sum of each token's SwiGLU experts, added in the order of its choice.
 
     Products are of exact operands and summed in fp32; between the two, activations are rounded to bfloat16.
@@ -104,6 +111,8 @@ def moe_mma(x: Array, expert_ids: Array, weights: Array, gate_up: TiledExperts, 
         (experts, 2 · width, hidden), gates first.
     down : TiledExperts
         (experts, hidden, width).
+    shared : float32 [tokens, hidden], optional
+        What other experts have given, added last.
 
     Returns
     -------
@@ -127,16 +136,18 @@ def moe_mma(x: Array, expert_ids: Array, weights: Array, gate_up: TiledExperts, 
     experts, out_features, hidden = gate_up.shape
     if out_features % 2 or down.shape != (experts, hidden, out_features // 2):
         raise ValueError(f"moe_mma: down {down.shape} does not fit gate_up {gate_up.shape}")
-    check_routing("moe_mma", len(x), expert_ids, weights)
+    check_routing("moe_mma", x, expert_ids, weights, shared)
     if runs_cuda(x):
-        return launch(x, expert_ids, weights, gate_up, down, GATE_UP.geometry(len(x)), DOWN.geometry(len(x)))
+        geometries = GATE_UP.geometry(len(x)), DOWN.geometry(len(x))
+        return launch(x, expert_ids, weights, gate_up, down, *geometries, shared)
 
     def expert(index: int, rows: np.ndarray) -> np.ndarray:
         gate, up = np.split(linear.linear(rows, linear.tile(gate_up.expert(index))), 2, axis=1)
         activations = reference.swiglu(gate, up).astype(bfloat16).astype(np.float32)
         return linear.linear(activations, linear.tile(down.expert(index)))
 
-    return reference.moe(x.view(bfloat16).astype(np.float32), expert_ids, weights, expert)
+    routed = reference.moe(x.view(bfloat16).astype(np.float32), expert_ids, weights, expert)
+    return routed if shared is None else routed + shared
 
 
 def launch(
@@ -147,13 +158,14 @@ def launch(
     down: TiledExperts,
     of_gate_up: Geometry,
     of_down: Geometry,
+    shared: Array | None = None,
 ) -> Array:
     """What :func:`moe_mma` does, in given geometries."""
     if not expert_ids.size:
-        return array_module(x).zeros(x.shape, np.float32)
+        return array_module(x).zeros(x.shape, np.float32) if shared is None else shared
     blocks = sort_pairs(expert_ids, gate_up.shape[0], ROWS)
     activations = gate_up_products(x, expert_ids.shape, blocks, gate_up, of_gate_up)
-    return sum_pairs(down_products(activations, blocks, down, of_down), weights)
+    return sum_pairs(down_products(activations, blocks, down, of_down), weights, shared)
 
 
 def gate_up_products(

@@ -52,6 +52,7 @@ extern "C" __global__ void moe_sort(const int* __restrict__ expert_ids,  // [pai
 
 extern "C" __global__ void moe_sum(const float* __restrict__ outputs,         // [tokens, top_k, hidden]
                                    const float* __restrict__ router_weights,  // [tokens, top_k]
+                                   const float* __restrict__ shared,          // [tokens, hidden] or null: added last
                                    float* __restrict__ y,                     // [tokens, hidden]
                                    int hidden, int top_k)
 {
@@ -63,5 +64,5 @@ extern "C" __global__ void moe_sum(const float* __restrict__ outputs,         //
 #pragma unroll 8
     for (int k = 0; k < top_k; ++k)
         sum += outputs[(token * top_k + k) * hidden + i] * router_weights[token * top_k + k];
-    y[token * hidden + i] = sum;
+    y[token * hidden + i] = shared ? sum + shared[token * hidden + i] : sum;
 }

@@ -26,8 +26,11 @@ class Blocks(NamedTuple):
     num_blocks: Array
 
 
-def check_routing(kernel: str, tokens: int, expert_ids: Array, weights: Array) -> None:
-    """Raise a ValueError unless expert_ids and weights are both [tokens, top_k]."""
+def check_routing(kernel: str, x: Array, expert_ids: Array, weights: Array, shared: Array | None) -> None:
+    """Raise a ValueError unless expert_ids and weights are both [tokens, top_k], and ``shared``, if any, is like x."""
+    tokens = len(x)
+    if shared is not None and shared.shape != x.shape:
+        raise ValueError(f"{kernel}: shared {list(shared.shape)}, expected {list(x.shape)}")
     if expert_ids.ndim != 2 or len(expert_ids) != tokens or weights.shape != expert_ids.shape:
         raise ValueError(
             f"{kernel}: expert_ids {list(expert_ids.shape)} and weights {list(weights.shape)}, "
@@ -58,13 +61,15 @@ def sort_pairs(expert_ids: Array, experts: int, rows: int) -> Blocks:
     return blocks
 
 
-def sum_pairs(outputs: Array, weights: Array) -> Array:
+def sum_pairs(outputs: Array, weights: Array, shared: Array | None = None) -> Array:
     """The weighted sum of each token's experts, in the order of its choice.
 
     Parameters
     ----------
     outputs : float32 [tokens · top_k, hidden]
     weights : float32 [tokens, top_k]
+    shared : float32 [tokens, hidden], optional
+        Added last.
 
     Returns
     -------
@@ -73,5 +78,6 @@ def sum_pairs(outputs: Array, weights: Array) -> Array:
     (tokens, top_k), hidden = weights.shape, outputs.shape[1]
     y = array_module(outputs).empty((tokens, hidden), np.float32)
     threads = threads_for(hidden)
-    _sum((tokens, -(-hidden // threads)), (threads,), (outputs, weights, y, np.int32(hidden), np.int32(top_k)))
+    arrays = outputs, weights, shared, y
+    _sum((tokens, -(-hidden // threads)), (threads,), (*arrays, np.int32(hidden), np.int32(top_k)))
     return y

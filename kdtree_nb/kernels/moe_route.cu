@@ -1,7 +1,8 @@
 // moe_route: each token's experts and their weights, from the router's logits.
 //
 // Idea      One warp a token. The score with its bias chooses, the score alone weighs. top_k rounds each take the
-//           best expert that is left: highest score first, equal ones by the lowest id.
+//           best expert that is left: highest score first, equal ones by the lowest id. Experts that every token has
+//           are written behind them.
 // Grid      (tokens), 32 threads.
 // Invariant a token's choice depends on its own logits; the weights are added in the order of the choice.
 #include "reduce.cuh"
@@ -40,9 +41,10 @@ __device__ Best best_of(const float* scores, int count)
 
 extern "C" __global__ void moe_route(const float* __restrict__ logits,  // [tokens, experts]
                                      const float* __restrict__ bias,    // [experts]
-                                     int* __restrict__ expert_ids,      // [tokens, top_k]
-                                     float* __restrict__ weights,       // [tokens, top_k]
-                                     int experts, int top_k, int groups, int top_groups, int normalize, float scaling)
+                                     int* __restrict__ expert_ids,      // [tokens, top_k + shared]
+                                     float* __restrict__ weights,       // [tokens, top_k + shared]
+                                     int experts, int top_k, int shared, int groups, int top_groups, int normalize,
+                                     float scaling)
 {
     __shared__ float score[MAX_EXPERTS], choice[MAX_EXPERTS], group_score[MAX_EXPERTS];
     __shared__ int chosen[MAX_EXPERTS];
@@ -86,8 +88,14 @@ extern "C" __global__ void moe_route(const float* __restrict__ logits,  // [toke
         sum += score[best.id];
         __syncwarp();
     }
+    expert_ids += token * (top_k + shared);
+    weights += token * (top_k + shared);
     for (int k = lane; k < top_k; k += 32) {
-        expert_ids[token * top_k + k] = chosen[k];
-        weights[token * top_k + k] = (normalize ? score[chosen[k]] / (sum + 1e-20f) : score[chosen[k]]) * scaling;
+        expert_ids[k] = chosen[k];
+        weights[k] = (normalize ? score[chosen[k]] / (sum + 1e-20f) : score[chosen[k]]) * scaling;
+    }
+    for (int k = lane; k < shared; k += 32) {
+        expert_ids[top_k + k] = experts + k;
+        weights[top_k + k] = 1.0f;
     }
 }

@@ -3,26 +3,26 @@
 import numpy as np
 
 from kdtree_nb.config import ModelConfig
-from kdtree_nb.config.model import MAX_EXPERTS
 from kdtree_nb.kernels.launch import Array, Kernel, array_module, runs_cuda
 from kdtree_nb.reference import moe as reference
 
 _moe_route = Kernel("moe_route.cu")
 
 
-def moe_route(logits: Array, bias: Array, config: ModelConfig) -> tuple[Array, Array]:
+def moe_route(logits: Array, bias: Array, config: ModelConfig, shared: int = 0) -> tuple[Array, Array]:
     """Choose each token's experts: see :func:`kdtree_nb.reference.moe.moe_route`.
 
     Parameters
     ----------
     logits : float32 [tokens, experts]
-        At most 1,024 experts on a GPU.
     bias : float32 [experts]
+    shared : int
+        How many experts, with the ids that follow, every token has besides: behind its choice, with weight 1.
 
     Returns
     -------
-    expert_ids : int32 [tokens, top_k]
-    weights : float32 [tokens, top_k]
+    expert_ids : int32 [tokens, top_k + shared]
+    weights : float32 [tokens, top_k + shared]
 
     Raises
     ------
@@ -35,13 +35,16 @@ def moe_route(logits: Array, bias: Array, config: ModelConfig) -> tuple[Array, A
             f"moe_route: logits {list(logits.shape)} and bias {list(bias.shape)}, expected {experts} experts"
         )
     if not runs_cuda(logits):
-        return reference.moe_route(logits, bias, config)
-    if experts > MAX_EXPERTS:
-        raise ValueError(f"moe_route: {experts} experts, expected at most {MAX_EXPERTS}")
+        expert_ids, weights = reference.moe_route(logits, bias, config)
+        every = np.arange(experts, experts + shared, dtype=np.int32) + np.zeros((tokens, 1), np.int32)
+        return np.hstack([expert_ids, every]), np.hstack([weights, np.ones(every.shape, weights.dtype)])
     xp, top_k = array_module(logits), config.num_experts_per_tok
-    expert_ids, weights = xp.empty((tokens, top_k), np.int32), xp.empty((tokens, top_k), np.float32)
+    shape = tokens, top_k + shared
+    expert_ids, weights = xp.empty(shape, np.int32), xp.empty(shape, np.float32)
     if tokens:
-        sizes = [np.int32(n) for n in (experts, top_k, config.n_group, config.topk_group, config.norm_topk_prob)]
+        sizes = [
+            np.int32(n) for n in (experts, top_k, shared, config.n_group, config.topk_group, config.norm_topk_prob)
+        ]
         scaling = np.float32(config.routed_scaling_factor)
         _moe_route((tokens,), (32,), (logits, bias, expert_ids, weights, *sizes, scaling))
     return expert_ids, weights

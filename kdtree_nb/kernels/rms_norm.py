@@ -1,4 +1,4 @@
-"""Root-mean-square normalisation."""
+"""Root-mean-square normalisation, alone and of a residual stream that has just grown."""
 
 from typing import Any
 
@@ -8,7 +8,7 @@ from kdtree_nb.kernels.gemm import check_rows, elements, threads_for
 from kdtree_nb.kernels.launch import Array, Kernel, c_type, empty_beside, pointer, runs_cuda
 from kdtree_nb.reference import norm
 
-_rms_norm = Kernel("rms_norm.cu")
+_rms_norm, _add_norm = (Kernel("rms_norm.cu", name) for name in ("rms_norm", "add_norm"))
 
 
 def rms_norm(x: Array, weight: Array, eps: float, dtype: Any = np.float32) -> Array:
@@ -26,3 +26,43 @@ def rms_norm(x: Array, weight: Array, eps: float, dtype: Any = np.float32) -> Ar
         kernel = _rms_norm.specialize(OUT=c_type(y))
         kernel((rows,), (threads_for(features),), (pointer(x), weight, y, *sizes))
     return y
+
+
+def add_norm(
+    x: Array, delta: Array, weight: Array, eps: float, dtype: Any = np.float32, out: Array | None = None
+) -> tuple[Array, Array]:
+    """``x + delta`` and its :func:`rms_norm`, the same bits in one kernel.
+
+    Parameters
+    ----------
+    x, delta : float32 [rows, features]
+    weight : float32 [features]
+    dtype : float32 or bfloat16
+        To which the normalised rows are rounded; the sum is not.
+    out : float32 [rows, features], optional
+        Where the sum goes; by default a new array.
+
+    Returns
+    -------
+    float32 and dtype [rows, features]
+
+    Raises
+    ------
+    ValueError, TypeError
+        If shapes or dtypes do not fit; the message names them.
+    """
+    check_rows("add_norm", x, weight.shape[0])
+    total = empty_beside(x, x.shape, np.float32) if out is None else out
+    if not x.shape == delta.shape == total.shape:
+        raise ValueError(
+            f"add_norm: x {list(x.shape)}, delta {list(delta.shape)} and out {list(total.shape)} differ in shape"
+        )
+    if not runs_cuda(x):
+        total[...] = x + delta
+        return total, rms_norm(total, weight, eps, dtype)
+    y = empty_beside(x, x.shape, dtype)
+    if y.size:
+        rows, features = x.shape
+        kernel = _add_norm.specialize(OUT=c_type(y))
+        kernel((rows,), (threads_for(features),), (x, delta, weight, total, y, np.int32(features), np.float32(eps)))
+    return total, y

@@ -1,7 +1,7 @@
 // split_queries: a head's part without position, for the product that absorbs the keys' weight, and its rotated part in
 // the place where the product's result is expected before it.
 //
-// Idea      one thread a number or a pair; cos and sin come from a table, as in rope.cu.
+// Idea      one thread a number or a pair; cos and sin come from a table, so that they are the specification's to the bit.
 // Grid      (tokens, heads), any number of threads.
 // Invariant elementwise.
 #include <cuda_bf16.h>

@@ -5,8 +5,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from kdtree_nb.kernels.gemm import elements, threads_for
+from kdtree_nb.kernels.latent_write import Table
 from kdtree_nb.kernels.launch import Array, Kernel, c_type, empty_beside, pointer, runs_cuda
-from kdtree_nb.kernels.rope import Table
 from kdtree_nb.reference.rope import rotate
 
 _split_queries = Kernel("split_queries.cu")

@@ -235,6 +235,17 @@ def test_tokens_that_lie_apart(device):
     assert_same_bits(device.host(moe(device.put(wide)[:, 40:72], *routing, *layer)), device.host(expected))
 
 
+@pytest.mark.parametrize(("tokens", "top_k"), [(0, 2), (3, 0), (5, 3)])
+def test_what_other_experts_gave_is_added_last(device, tokens, top_k):
+    rng = np.random.default_rng(11)
+    layer = [put(device, experts) for experts in random_layer(rng, 5, 64, 32)]
+    x, routing = rng.standard_normal((tokens, 64)).astype(np.float32), random_routing(rng, tokens, 5, top_k)
+    shared = rng.standard_normal((tokens, 64)).astype(np.float32)
+    arrays = [device.put(array) for array in (x, *routing)]
+    y = moe(*arrays, *layer, device.put(shared))
+    assert_same_bits(device.host(y), device.host(moe(*arrays, *layer)) + shared)
+
+
 def test_no_tokens(device):
     rng = np.random.default_rng(10)
     y = run(device, np.zeros((0, 32), np.float32), *random_routing(rng, 0, 3, 2), *random_layer(rng, 3, 32, 64))
@@ -254,6 +265,7 @@ def test_numpy_arrays_take_the_specification(packed):
     layer = random_layer(rng, 5, 64, 96, bfloat16, packed)
     x, routing = rng.standard_normal((11, 64)).astype(np.float32), random_routing(rng, 11, 5, 3)
     y, exact = moe(x, *routing, *layer), token_by_token(x, *routing, *layer)
+    assert_same_bits(moe(x, *routing, *layer, x), y + x)
     assert y.dtype == np.float32
     np.testing.assert_allclose(y, exact, rtol=0, atol=CLOSE * np.abs(exact).max())
 

@@ -305,6 +305,17 @@ def test_nothing_to_add(device, tokens, top_k):
     np.testing.assert_array_equal(y, np.zeros((tokens, 32)))
 
 
+@pytest.mark.parametrize(("tokens", "top_k"), [(0, 2), (3, 0), (5, 3)])
+def test_what_other_experts_gave_is_added_last(device, tokens, top_k):
+    rng = np.random.default_rng(11)
+    layer = [put(device, experts) for experts in bfloat16_layer(rng, 5, 64, 32)]
+    x, routing = random_x(rng, tokens, 64), random_routing(rng, tokens, 5, top_k)
+    shared = rng.standard_normal((tokens, 64)).astype(np.float32)
+    arrays = [device.put(array) for array in (x, *routing)]
+    y = moe_mma(*arrays, *layer, device.put(shared))
+    assert_same_bits(device.host(y), device.host(moe_mma(*arrays, *layer)) + shared)
+
+
 def test_any_order_of_threads(device):
     rng = np.random.default_rng(11)
     layer = [put(device, experts) for experts in bfloat16_layer(rng, 3, 352, 32)]
@@ -317,7 +328,9 @@ def test_numpy_arrays_take_the_specification():
     layer = bfloat16_layer(rng, 5, 64, 96)
     x, routing = random_x(rng, 11, 64), random_routing(rng, 11, 5, 3)
     tiled = [tile_experts(*part) for part in layer]
-    assert_within_bound(moe_mma(x, *routing, *tiled), x, *routing, *layer)
+    y, shared = moe_mma(x, *routing, *tiled), rng.standard_normal(x.shape).astype(np.float32)
+    assert_within_bound(y, x, *routing, *layer)
+    assert_same_bits(moe_mma(x, *routing, *tiled, shared), y + shared)
 
 
 @pytest.mark.parametrize(("out_features", "in_features"), [(1, 32), (2, 64), (130, 96), (255, 352), (256, 64)])

@@ -67,10 +67,16 @@ def test_sum_in_the_order_of_the_choice(device, hidden):
     for choice in range(6):
         expected += outputs.reshape(5, 6, hidden)[:, choice] * weights[:, choice, None]
     np.testing.assert_array_equal(device.host(sum_pairs(device.put(outputs), device.put(weights))), expected)
+    shared = rng.standard_normal((5, hidden)).astype(np.float32)
+    y = sum_pairs(device.put(outputs), device.put(weights), device.put(shared))
+    np.testing.assert_array_equal(device.host(y), expected + shared)
 
 
 def test_refuses(device):
     with pytest.raises(ValueError, match=r"moe_sort: 1025 experts, expected at most 1024"):
         sort_pairs(device.put([[0]], np.int32), MAX_EXPERTS + 1, 8)
+    x, one, four = np.zeros((4, 8)), np.zeros((4, 1), np.float32), np.zeros(4, np.float32)
     with pytest.raises(ValueError, match=r"name: expert_ids \[4\] and weights \[4\], expected \[4, top_k\]"):
-        check_routing("name", 4, np.zeros(4, np.int32), np.zeros(4, np.float32))
+        check_routing("name", x, four, four, None)
+    with pytest.raises(ValueError, match=r"name: shared \[4, 7\], expected \[4, 8\]"):
+        check_routing("name", x, one, one, np.zeros((4, 7), np.float32))

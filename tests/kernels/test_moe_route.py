@@ -32,8 +32,8 @@ def router(
     )
 
 
-def run(device, logits, bias, config) -> tuple[np.ndarray, np.ndarray]:
-    ids, weights = moe_route(device.put(logits, np.float32), device.put(bias, np.float32), config)
+def run(device, logits, bias, config, shared: int = 0) -> tuple[np.ndarray, np.ndarray]:
+    ids, weights = moe_route(device.put(logits, np.float32), device.put(bias, np.float32), config, shared)
     return device.host(ids), device.host(weights)
 
 
@@ -210,6 +210,18 @@ def test_choices_stay_experts_also_under_impossible_biases(device):
     assert np.sort(ids, axis=1).tolist() == [list(range(8))] * 2
 
 
+@pytest.mark.parametrize("shared", [1, 2, 33])
+def test_shared_experts_stand_behind_the_choice(device, shared):
+    """With the ids that follow, unscaled; the choice before them has the bits that it has without them."""
+    rng = np.random.default_rng(shared)
+    logits, bias, config = rng.normal(0, 1, (7, 12)), rng.normal(0, 1, 12), router(12, 4, groups=4, kept=2, scaling=2.5)
+    ids, weights = run(device, logits, bias, config, shared)
+    for found, alone in zip((ids, weights), run(device, logits, bias, config), strict=True):
+        assert_same_bits(found[:, :4].copy(), alone)
+    np.testing.assert_array_equal(ids[:, 4:], np.tile(np.arange(12, 12 + shared), (7, 1)))
+    np.testing.assert_array_equal(weights[:, 4:], np.ones((7, shared)))
+
+
 def test_more_tokens_than_a_grid_is_high(device):
     logits = (np.arange(65_537)[:, None] * 7 % 11 == np.arange(11)).astype(np.float32)
     ids, _ = run(device, logits, np.zeros(11), router(11, 1))
@@ -227,6 +239,9 @@ def test_numpy_arrays_take_the_specification():
     config = router(12, 4, groups=4, kept=2)
     for actual, expected in zip(moe_route(logits, bias, config), specification(logits, bias, config), strict=True):
         assert_same_bits(actual, expected)
+    ids, weights = moe_route(logits, bias, config, shared=2)
+    assert_same_bits(ids, np.hstack([specification(logits, bias, config)[0], np.tile(np.int32([12, 13]), (7, 1))]))
+    assert (weights[:, 4:] == 1).all() and weights.dtype == np.float32
 
 
 def test_refuses(device):
@@ -239,7 +254,7 @@ def test_refuses(device):
         route((2, 8), (8,), 9)
     with pytest.raises(ValueError, match=r"moe_route: logits \[8\] and bias \[8\], expected 8 experts"):
         route((8,), (8,), 8)
-    with pytest.raises(ValueError, match=r"moe_route: 1025 experts, expected at most 1024"):
+    with pytest.raises(ValueError, match=r"n_routed_experts=1025, expected at most 1024"):  # by the config already
         route((2, MAX_EXPERTS + 1), (MAX_EXPERTS + 1,), MAX_EXPERTS + 1)
     with pytest.raises(TypeError, match=r"moe_route: .*'logits' is float64"):
         route((2, 8), (8,), 8, np.float64)

@@ -48,6 +48,7 @@ VARIANTS = {path.name: NO_DEFINES for path in files("kdtree_nb.kernels").iterdir
     **{name: [{"OUT": "__nv_bfloat16"}, {"OUT": "float"}] for name in ("rms_norm.cu", "split_queries.cu", "swiglu.cu")},
     "latent_write.cu": [{"CACHE": "__nv_bfloat16"}, {"CACHE": "float"}],
     "cache_commit.cu": [{"VALUE": "__nv_bfloat16"}, {"VALUE": "float"}],
+    "embed.cu": [{"VALUE": "__nv_bfloat16"}, {"VALUE": "float"}],
     "dense_mma.cu": DENSE_MMA,
     "moe.cu": [PACKED, DENSE],
     "moe_mma.cu": EXPERTS,

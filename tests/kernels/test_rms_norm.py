@@ -5,7 +5,7 @@ import pytest
 from helpers import assert_same_bits
 from ml_dtypes import bfloat16
 
-from kdtree_nb.kernels.rms_norm import rms_norm
+from kdtree_nb.kernels.rms_norm import add_norm, rms_norm
 
 from .products import EPSILON, assert_row_invariant
 
@@ -75,6 +75,41 @@ def test_as_bfloat16_it_is_the_same_rounded_once(device, features):
     assert_same_bits(rounded.view(bfloat16), whole.astype(bfloat16))
 
 
+@pytest.mark.parametrize("dtype", [np.float32, bfloat16])
+@pytest.mark.parametrize("features", [1, 33, 255, 600, 1021])
+@pytest.mark.parametrize("rows", [0, 1, 7])
+def test_a_sum_and_its_norm_have_the_bits_of_two_steps(device, rows, features, dtype):
+    """The sum of magnitudes far apart, where it rounds; where it goes, there is poison beside it."""
+    rng = np.random.default_rng(features)
+    a, b = (
+        (rng.standard_normal((rows, features)) * 10.0 ** rng.integers(-4, 5, (rows, 1))).astype(np.float32)
+        for _ in range(2)
+    )
+    weight = device.put(rng.standard_normal(features), np.float32)
+    total, y = add_norm(device.put(a), device.put(b), weight, 1e-6, dtype)
+    assert_same_bits(device.host(total), a + b)
+    assert_same_bits(device.host(y), device.host(rms_norm(device.put(a + b), weight, 1e-6, dtype)))
+    stack = device.empty((3, rows, features), np.float32)
+    returned, y_too = add_norm(device.put(a), device.put(b), weight, 1e-6, dtype, out=stack[1])
+    assert_same_bits(device.host(returned), a + b)
+    assert_same_bits(device.host(stack[1]), a + b)
+    assert_same_bits(device.host(y_too), device.host(y))
+    assert np.isnan(device.host(stack[::2])).all()
+
+
+@pytest.mark.parametrize("features", [40, 600])
+def test_a_row_of_a_sum_does_not_depend_on_the_rows_beside_it(device, features):
+    rng = np.random.default_rng(7)
+    weight = device.put(rng.standard_normal(features), np.float32)
+    a, b = (device.put(rng.standard_normal((40, features)), np.float32) for _ in range(2))
+    whole = [device.host(array) for array in add_norm(a, b, weight, 1e-6)]
+    for rows in range(1, 40):
+        for first in (0, 40 - rows):
+            some = slice(first, first + rows)
+            for array, expected in zip(add_norm(a[some], b[some], weight, 1e-6), whole, strict=True):
+                assert_same_bits(device.host(array), expected[some])
+
+
 def test_nan_stays_in_its_row(device):
     x = np.random.default_rng(3).standard_normal((6, 300)).astype(np.float32)
     x[2, 299], x[4, 0] = np.nan, np.inf
@@ -87,7 +122,7 @@ def test_nan_stays_in_its_row(device):
 def test_any_order_of_threads(device):
     rng = np.random.default_rng(4)
     x, weight = device.put(rng.random((5, 700), np.float32)), device.put(rng.random(700, np.float32))
-    device.every_schedule(lambda: [rms_norm(x, weight, 1e-6)])
+    device.every_schedule(lambda: [rms_norm(x, weight, 1e-6), *add_norm(x, x, weight, 1e-6)])
 
 
 def test_more_rows_than_a_grid_is_high(device):
@@ -102,6 +137,9 @@ def test_numpy_arrays_take_the_specification():
     y = rms_norm(x, weight, 1e-6)
     np.testing.assert_allclose(y, exact(x, weight, 1e-6), rtol=1e-6)
     assert_same_bits(rms_norm(x, weight, 1e-6, bfloat16), y.astype(bfloat16))
+    total, normed = add_norm(x, x[::-1], weight, 1e-6, bfloat16)
+    assert_same_bits(total, x + x[::-1])
+    assert_same_bits(normed, rms_norm(total, weight, 1e-6, bfloat16))
 
 
 def test_refuses(device):
@@ -118,3 +156,14 @@ def test_refuses(device):
         norm((2, 8), (8,), np.float64)
     with pytest.raises(ValueError, match=r"rms_norm: the rows of x are not contiguous"):
         rms_norm(device.empty((8, 2), np.float32).T, device.empty(8, np.float32), 1e-6)
+    with pytest.raises(ValueError, match=r"add_norm: x \[2, 8\], expected \[rows, 7\]"):
+        add_norm(*(device.empty(shape, np.float32) for shape in ((2, 8), (2, 8), 7)), 1e-6)
+    x, weight = device.empty((2, 8), np.float32), device.empty(8, np.float32)
+    with pytest.raises(ValueError, match=r"add_norm: x \[2, 8\], delta \[1, 8\] and out \[2, 8\] differ in shape"):
+        add_norm(x, x[:1], weight, 1e-6)
+    with pytest.raises(ValueError, match=r"add_norm: x \[2, 8\], delta \[2, 8\] and out \[3, 8\] differ in shape"):
+        add_norm(x, x, weight, 1e-6, out=device.empty((3, 8), np.float32))
+    with pytest.raises(ValueError, match=r"add_norm: .*'delta'.*expected C-contiguous"):
+        add_norm(x, device.empty((2, 16), np.float32)[:, ::2], weight, 1e-6)
+    with pytest.raises(TypeError, match=r"add_norm: .*'sum' is float64"):
+        add_norm(x, x, weight, 1e-6, out=device.empty((2, 8), np.float64))

@@ -1,0 +1,104 @@
+"""What a forward pass launches, kernel by kernel, and the shared experts' place behind the routed ones."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from builders import Built, build, tiny_config
+from helpers import assert_same_bits
+
+from kdtree_nb.engine import Engine
+from kdtree_nb.engine.cache import LatentCache
+from kdtree_nb.engine.weights import Weights
+from kdtree_nb.kernels.launch import Kernel
+from kdtree_nb.quantization import routed_experts
+
+SIZES = dict(kv_lora_rank=32, qk_nope_head_dim=16, qk_rope_head_dim=16, v_head_dim=16)
+"""Multiples of 16, as the kernels of tensor cores have them."""
+ATTENTION = (
+    "dense_gemm rms_norm dense_gemm split_queries dense_gemm latent_write attend_split combine_splits "
+    "dense_gemm dense_gemm"
+)
+MLP = "w4a16_gemm swiglu w4a16_gemm"
+EXPERTS = "dense_gemm moe_route moe_sort moe_gate_up moe_down moe_sum"
+SHARED = "dense_gemm swiglu dense_gemm"
+
+
+def built(folder: Path, shared: int = 1, **storage: Any) -> Built:
+    return build(folder / "tiny.kdtr", tiny_config(**SIZES, n_shared_experts=shared), seed=1, **storage)
+
+
+def logits_of(path: Path, dtype: str, rows: int = 5) -> np.ndarray:
+    """Of a chain, by the kernels in the emulator."""
+    engine = Engine.load(path, "emulated", dtype=dtype)
+    chain = [np.arange(first, first + rows, dtype=np.int32) for first in (7, -1, 0)]
+    with engine.device.running():
+        cache = LatentCache(engine.config, 64, engine.device, engine.model.weights.dtype)
+        return engine.model.forward(*chain, cache).logits
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    ("storage", "shared"), [(dict(), ""), (dict(select=routed_experts), SHARED)], ids=["int4", "experts alone in int4"]
+)
+def test_a_pass_launches(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dtype: str, storage: dict[str, Any], shared: str
+) -> None:
+    """Ten for attention, one less without a rank of queries, three for an MLP, six for experts, one for each norm."""
+    mlp = MLP if not storage else SHARED
+    dense, sparse = [ATTENTION, "add_norm", mlp, "add_norm"], [ATTENTION, "add_norm", EXPERTS, "add_norm"]
+    if shared:  # between the router's product and its choice
+        sparse[2] = EXPERTS.replace("dense_gemm", f"dense_gemm {shared}")
+    expected = " ".join(["embed", "rms_norm", *dense, *sparse, "dense_gemm"])
+    if dtype == "bfloat16":
+        for exact, mma in (("gemm", "mma"), ("moe_gate_up", "moe_gate_up_mma"), ("moe_down", "moe_down_mma")):
+            expected = expected.replace(exact, mma)
+    path = built(tmp_path, **storage).path
+    launched: list[str] = []
+    launch = Kernel.__call__
+
+    def recorded(kernel: Kernel, *args: Any, **options: Any) -> None:
+        launched.append(kernel.name)
+        launch(kernel, *args, **options)
+
+    monkeypatch.setattr(Kernel, "__call__", recorded)
+    logits_of(path, dtype)
+    of_weights = ("to_bfloat16",)  # at their first use
+    assert [name for name in launched if name not in of_weights] == expected.split()
+
+
+@pytest.mark.parametrize("shared", [1, 2])
+def test_shared_experts_behind_the_routed_ones_give_what_they_give_beside_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shared: int
+) -> None:
+    """One has the same bits; two are added one after the other, where one product took both."""
+    path, _, reference = built(tmp_path, shared)
+    behind = logits_of(path, "float32")
+    weights = Engine.load(path, "emulated").model.weights
+    at, config = "model.layers.1.mlp", tiny_config(**SIZES, n_shared_experts=shared)
+    assert weights.shared_behind(at, config) == shared
+    gate_up, down = weights.experts(at, config)
+    one = f"{at}.shared_experts"
+    gates, ups, downs = (reference[f"{one}.{which}_proj"] for which in ("gate", "up", "down"))
+    for expert in range(shared):
+        own = slice(32 * expert, 32 * (expert + 1))
+        np.testing.assert_array_equal(gate_up.expert(6 + expert), np.concatenate([gates[own], ups[own]]))
+        np.testing.assert_array_equal(down.expert(6 + expert), downs[:, own])
+    monkeypatch.setattr(Weights, "shared_behind", lambda *args: 0)
+    beside = logits_of(path, "float32")
+    if shared == 1:
+        assert_same_bits(behind, beside)
+    np.testing.assert_allclose(behind, beside, rtol=0, atol=1e-5 * np.abs(beside).max())
+
+
+def test_experts_that_are_not_stored_alike_stay_apart(tmp_path: Path) -> None:
+    for name, storage, shared in (
+        ("a", dict(select=routed_experts), 1),
+        ("b", dict(storage="float32"), 1),
+        ("c", {}, 0),
+    ):
+        (tmp_path / name).mkdir()
+        path = built(tmp_path / name, shared, **storage).path
+        weights = Engine.load(path, "emulated").model.weights
+        assert weights.shared_behind("model.layers.1.mlp", Engine.load(path).config) == 0
