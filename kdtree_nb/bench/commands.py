@@ -7,12 +7,12 @@ from typing import Annotated
 import typer
 from rich.table import Column, Table
 
-from kdtree_nb.bench.engine_commands import bench_acceptance, bench_load, bench_model, bench_step
+from kdtree_nb.bench.engine_commands import bench_acceptance, bench_cpu, bench_load, bench_model, bench_step
 from kdtree_nb.bench.shown import Peers, missing, show, tracked
 from kdtree_nb.console import JsonFile, err, out
 
 bench = typer.Typer(no_args_is_help=True, help="Measure; each command prints a table.")
-for command in (bench_acceptance, bench_load, bench_step, bench_model):
+for command in (bench_acceptance, bench_cpu, bench_load, bench_step, bench_model):
     bench.command(command.__name__.removeprefix("bench_"))(command)
 
 

@@ -29,6 +29,7 @@ def bench_acceptance(
     tokens: Annotated[int, typer.Option(min=1, help="New tokens of each prompt.")] = 64,
     temperature: Annotated[float, typer.Option(help="0: the most probable token; above: samples.")] = 0.0,
     device: Device = "auto",
+    dtype: Dtype = "float32",
     json_file: JsonFile = None,
 ) -> None:
     """Accepted drafts on held-out prompts. The options --domain, --decoder and --node-budget may be repeated."""
@@ -46,7 +47,7 @@ def bench_acceptance(
         if name not in held_out:
             raise ValueError(f"bench acceptance: domain={name!r}, expected one of {', '.join(held_out)}")
     chosen = {name: held_out[name][:prompts] for name in domain or held_out}
-    engine = Engine.load(path, device)
+    engine = Engine.load(path, device, dtype=dtype)
     with Progress(console=err, transient=True, disable=not err.is_terminal) as bar:
         task = bar.add_task("", total=len(wanted) * sum(map(len, chosen.values())))
         step = partial(bar.update, task, advance=1)
@@ -69,7 +70,8 @@ def bench_acceptance(
         table.add_row(row["domain"], row["decoder"], str(row["node_budget"]), *values, end_section=last)
     out.print(table)
     if json_file is not None:
-        settings = {"bundle": path.name, "drafter": repr(engine.drafter), "tokens": tokens, "temperature": temperature}
+        settings: dict[str, Any] = {"bundle": path.name, "drafter": repr(engine.drafter), "dtype": dtype}
+        settings |= {"tokens": tokens, "temperature": temperature}
         settings["prompts"] = {name: len(texts) for name, texts in chosen.items()}
         settings["round_costs"] = automatic_costs(engine, wanted)
         record(json_file, device, results, settings=settings)
@@ -177,3 +179,20 @@ def bench_load(
         about = found._asdict()
         results = [loading._asdict() for loading in about.pop("loadings")]
         record(json_file, "cuda", results, bundle=bundle.name, **about)
+
+
+def bench_cpu(json_file: JsonFile = None) -> None:
+    """Plain decoding in NumPy beside what BLAS takes for the same weights; one thread: OPENBLAS_NUM_THREADS=1."""
+    from kdtree_nb.bench.cpu import measure
+    from kdtree_nb.demo import trained_bundle
+    from kdtree_nb.engine import Engine
+    from kdtree_nb.golden import held_out_prompts
+    from kdtree_nb.record import record
+
+    path = trained_bundle(folder())
+    prompt = next(iter(held_out_prompts(path.parent).values()))[0]
+    with err.status("decoding and multiplying in turn"):
+        found = measure(Engine.load(path, "cpu"), prompt)
+    out.print(f"{found.decode:.2f} ms a token; products alone {found.floor:.2f} ms: {found.ratio:.2f} times as long")
+    if json_file is not None:
+        record(json_file, "cpu", [found._asdict() | {"ratio": found.ratio}], bundle=path.name)
