@@ -242,7 +242,7 @@ def told(
     tiny = tiny_config(num_hidden_layers=1, first_k_dense_replace=0)
     monkeypatch.setattr(ceilings, "ceilings", lambda: Ceilings(4000.0, None))
     monkeypatch.setattr(Device, "named", lambda name: Device("cpu", np))
-    monkeypatch.setattr(Engine, "load", lambda path, device: load(path, "cpu"))
+    monkeypatch.setattr(Engine, "load", lambda path, device, dtype="float32": load(path, "cpu", dtype=dtype))
     monkeypatch.setattr(model, "memory_held", lambda: 5e9)
     monkeypatch.setattr(layer, "LAYERS", {"kimi-k2": tiny})
     for module, name, value in (
