@@ -10,9 +10,9 @@ from ml_dtypes import bfloat16
 from kdtree_nb.kernels import tree_attention_mma as module
 from kdtree_nb.kernels.launch import MAX_SHARED_BYTES, Processor, processor_of
 from kdtree_nb.kernels.tree_attention_mma import (
-    COMBINE_GROUPS,
     HOPPER,
     MAX_PATH,
+    SPLIT_TILES,
     TILE,
     Geometry,
     geometry_of,
@@ -25,8 +25,8 @@ from .test_tree_attention import depths_of, random_tree
 
 SCALE = 0.3
 SHORT = {
-    "warps": Geometry(rows=16, min_tiles=1, max_splits=3),
-    "warpgroups": Geometry(rows=64, min_tiles=1, max_splits=3, warpgroups=True),
+    "warps": Geometry(rows=16, min_splits=3, max_splits=3),
+    "warpgroups": Geometry(rows=64, min_splits=3, max_splits=3, warpgroups=True),
 }
 """Splits of one tile up to 192 keys, of two up to 384, and so on."""
 
@@ -355,7 +355,7 @@ def test_numpy_arrays_take_the_specification():
         (module._attend_split, "TILE", TILE),
         (module._attend_split, "MAX_PATH", MAX_PATH),
         (module._attend_split, "THREADS", module.THREADS),
-        (module._combine_splits, "GROUPS", COMBINE_GROUPS),
+        (module._combine_splits, "SPLIT_TILES", SPLIT_TILES),
     ],
 )
 def test_the_source_names_the_same_sizes(kernel, name, value):
