@@ -4,7 +4,8 @@
 //           their weights, and each multiplies all weights with half of the outputs. The next tile's keys are queued
 //           behind the values, so that the tensor cores go on meanwhile. Weights are relative to a reference that both
 //           know before the scores: the row's largest score in the first tile. It is raised where a weight would
-//           exceed 2 ** MOST; a block without such a row neither seeks the largest score nor fades its sums.
+//           exceed 2 ** MOST; a block without such a row neither seeks the largest score nor fades its sums. Part of
+//           Q stays in registers: with 32 keys a product waits for what it reads from shared memory.
 // Grid      (nodes, heads / 64, splits that the cache has room for), 256 threads.
 // Shared    Q and two tiles, each in blocks of 64 numbers of 64 rows; the other's weights; largest scores; the path.
 // Invariant As there. The products of a row's keys are added 16 by 16, the warpgroup's own 32 before the other's. Whether
@@ -21,6 +22,7 @@ constexpr unsigned long long STEP = 32 >> 4;                 // in a descriptor:
 constexpr unsigned long long KEYS_16 = 16 * 128 >> 4;        // 16 keys
 constexpr unsigned long long NEXT_BLOCK = 16 * BLOCK >> 4;
 constexpr float MOST = 8.0f;
+constexpr int STEPS = LATENT / 16, HELD = STEPS < 16 ? STEPS : 16;  // the last from registers
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
     attend_split_wgmma(const uint4* __restrict__ queries,   // [N, heads, LATENT / 8], 8 bfloat16 each
@@ -86,16 +88,29 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     const unsigned long long query_matrix = matrix_descriptor(query);
     const unsigned long long key_matrix = matrix_descriptor(ring) + warpgroup * 2 * KEYS_16;
     const unsigned long long value_matrix = matrix_descriptor(ring) + warpgroup * OUTPUT_BLOCKS * NEXT_BLOCK;
-    const auto multiply_keys = [&](int tile) {
+    const auto await_copies = [] {
         cp_async_wait<0>();
         fence_shared_for_wgmma();
-        __syncthreads();  // all copies are there
+        __syncthreads();
+    };
+    await_copies();
+    unsigned held[HELD][4];
+#pragma unroll
+    for (int i = 0; i < HELD; ++i) {
+        const int r = threadIdx.x / 32 % 4 * 16 + lane % 16, chunk = 2 * (STEPS - HELD + i) + lane / 16;
+        ldmatrix_x4(held[i], query + chunk / 8 * BLOCK + r * 8 + (chunk % 8 ^ r % 8));
+    }
+    const auto multiply_keys = [&](int tile) {
         const unsigned long long keys = key_matrix + tile % 2 * BLOCKS * NEXT_BLOCK;
+        const unsigned long long queries_here = anew(query_matrix);  // else 20 descriptors fill 40 registers
         wgmma_fence();
 #pragma unroll
-        for (int step = 0; step < LATENT / 16; ++step) {
+        for (int step = 0; step < STEPS; ++step) {
             const unsigned long long at = step / 4 * NEXT_BLOCK + step % 4 * STEP;
-            wgmma_m64n32k16(score, query_matrix + at, keys + at, step > 0);
+            if (step < STEPS - HELD)
+                wgmma_m64n32k16(score, queries_here + at, keys + at, step > 0);
+            else
+                wgmma_m64n32k16(score, held[step - (STEPS - HELD)], keys + at, step > 0);
         }
         wgmma_commit();
     };
@@ -193,8 +208,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         multiply_values(others[0], 2 - 2 * warpgroup);
         multiply_values(others[1], 3 - 2 * warpgroup);
         wgmma_commit();
-        if (tile + 1 < end_tile)
+        if (tile + 1 < end_tile) {
+            await_copies();
             multiply_keys(tile + 1);
+        }
     }
     wgmma_wait<0>();
 #pragma unroll
