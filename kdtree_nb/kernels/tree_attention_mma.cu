@@ -53,7 +53,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
                  const int* __restrict__ depths,      // [N], −1 in padding
                  float2* __restrict__ partial,        // [rows, splits, heads, KV_LORA / 2]
                  float2* __restrict__ stats,          // [rows, splits, heads]: largest score, sum of weights
-                 int first_row, int nodes, int heads, int min_tiles, int max_splits, float scale)
+                 int first_row, int nodes, int heads, int min_splits, int max_splits, float scale)
 {
     extern __shared__ __align__(16) unsigned char dynamic_shared[];
     uint4* const query = reinterpret_cast<uint4*>(dynamic_shared);                 // [ROWS, PITCH]
@@ -67,7 +67,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     const int first_key = key_warp * 8 * WIDTH, first_pair = key_warp * PAIRS;
     const int row = blockIdx.x, node = first_row + row, first_head = blockIdx.y * ROWS, split = blockIdx.z;
     const int prefix = *prefix_len, depth = depths[node], length = prefix + depth + 1;
-    const int per_split = split_length(tiles_of(length), min_tiles, max_splits);
+    const int per_split = split_length(tiles_of(length), min_splits, max_splits);
     const int first_tile = split * per_split, end_tile = min(first_tile + per_split, tiles_of(length));
     if (depth < 0 || first_tile >= end_tile)
         return;

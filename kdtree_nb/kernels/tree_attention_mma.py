@@ -11,8 +11,8 @@ from kdtree_nb.kernels.launch import Array, Kernel, Processor, array_module, pro
 from kdtree_nb.kernels.nvrtc import find_nvrtc
 from kdtree_nb.reference import attention as reference
 
-TILE, THREADS, MAX_PATH = 64, 256, 1024
-"""Keys in a tile, threads in a block, most ancestors of a node, as in ``tree_attention_mma.cu``."""
+TILE, THREADS, MAX_PATH, SPLIT_TILES = 64, 256, 1024, 16
+"""Keys in a tile, threads in a block, most ancestors of a node, tiles in a split, as in ``tree_attention.cuh``."""
 HOPPER = "90"
 """The compute capability that has warpgroup products; CuPy does not compile them, NVRTC does."""
 SCRATCH_BYTES = 2**30
@@ -20,18 +20,20 @@ SCRATCH_BYTES = 2**30
 _attend_split = Kernel("tree_attention_mma.cu", "attend_split")
 _attend_split_wgmma = Kernel("tree_attention_wgmma.cu", "attend_split_wgmma", arch="sm_90a")
 _combine_splits = Kernel("tree_attention_combine.cu", "combine_splits")
-COMBINE_GROUPS = 4
-"""Of threads that share a row's splits, as in ``tree_attention_combine.cu``."""
 
 
 class Geometry(NamedTuple):
     """How a launch cuts its work: a row's splits give its sums their order; what a block holds changes no bit."""
 
     rows: int
-    min_tiles: int
-    max_splits: int
+    min_splits: int = 8
+    max_splits: int = 32
     stages: int = 2
     warpgroups: bool = False
+
+    def most_splits(self, tiles: int) -> int:
+        """Of rows with up to so many tiles, as ``split_length`` in ``tree_attention.cuh`` cuts them."""
+        return min(tiles, self.max_splits, max(self.min_splits, tiles // SPLIT_TILES))
 
     def shared_bytes(self, latent: int) -> int:
         """Queries and tiles, weights, the warps' largest scores, the path."""
@@ -50,10 +52,10 @@ class Geometry(NamedTuple):
 def geometry_of(nodes: int, heads: int, latent: int, processor: Processor) -> Geometry:
     """What fits there. Few nodes make few blocks, so each takes fewer heads where it can; a warpgroup takes 64."""
     if processor.capability == HOPPER and find_nvrtc():
-        return Geometry(64, min_tiles=1, max_splits=8, warpgroups=True)
+        return Geometry(64, warpgroups=True)
     most = 16 if nodes < 8 else 64
     rows = next(rows for rows in (16, 32, 64) if rows >= min(heads, most))
-    choices = [Geometry(r, 1, 8, stages) for r in (64, 32, 16) if r <= rows for stages in (2, 1)]
+    choices = [Geometry(r, stages=stages) for r in (64, 32, 16) if r <= rows for stages in (2, 1)]
     return next((g for g in choices if g.shared_bytes(latent) <= processor.shared_bytes), choices[-1])
 
 
@@ -130,13 +132,13 @@ def launch(
     output = xp.empty((nodes, heads, kv_lora_rank), queries.dtype)
     if not output.size:
         return output
-    splits = min(geometry.max_splits, -(-len(cache) // (TILE * geometry.min_tiles)))
+    splits = geometry.most_splits(-(-len(cache) // TILE))
     rows = max(1, min(nodes, SCRATCH_BYTES // (4 * splits * heads * kv_lora_rank)))
     partial = xp.empty((rows, splits, heads, kv_lora_rank), np.float32)
     stats = xp.empty((rows, splits, heads, 2), np.float32)
     attend = geometry.attend(kv_lora_rank, latent - kv_lora_rank)
     combine = _combine_splits.specialize(KV_LORA=kv_lora_rank)
-    cut = np.int32(geometry.min_tiles), np.int32(geometry.max_splits)
+    cut = np.int32(geometry.min_splits), np.int32(geometry.max_splits)
     for first in range(0, nodes, rows):
         count, first_row = min(rows, nodes - first), np.int32(first)
         sizes = (first_row, np.int32(nodes), np.int32(heads), *cut, np.float32(scale * log2(e)))
@@ -148,8 +150,8 @@ def launch(
         )
         combine(
             (count, heads),
-            (COMBINE_GROUPS * kv_lora_rank // 4,),
+            (kv_lora_rank // 4,),
             (partial, stats, prefix_len, depths, output.view(np.int32), first_row, np.int32(splits), *cut),
-            12 * splits,
+            8 * splits,
         )
     return output

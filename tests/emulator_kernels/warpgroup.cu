@@ -8,7 +8,7 @@ __device__ void stage(uint4* to, const uint4* from, int rows)
         to[i / 8 * 8 + (i % 8 ^ i / 8 % 8)] = from[i];
 }
 
-// d = a · bᵀ, with a [64, 64] and b [32, 64]; twice, so that the second is added. `early` holds d before the wait.
+// d = a · bᵀ, with a [64, 64] and b [32, 64]; twice, the second from registers and added to the first. `early` holds d before the wait.
 extern "C" __global__ void multiply_rows(const uint4* a, const uint4* b, float* d, float* early, int mistake)
 {
     extern __shared__ __align__(1024) unsigned char dynamic_shared[];
@@ -19,10 +19,16 @@ extern "C" __global__ void multiply_rows(const uint4* a, const uint4* b, float* 
     fence_shared_for_wgmma();
     __syncthreads();
     float sums[16];
+    unsigned fragments[4][4];
+    for (int step = 0; step < 4; ++step) {
+        const int lane = threadIdx.x % 32, row = threadIdx.x / 32 * 16 + lane % 16;
+        ldmatrix_x4(fragments[step], shared_a + row * 8 + ((2 * step + lane / 16) ^ row % 8));
+    }
     wgmma_fence();
-    for (int step = 0; step < 8; ++step)
-        wgmma_m64n32k16(sums, matrix_descriptor(shared_a) + 2 * (step % 4), matrix_descriptor(shared_b) + 2 * (step % 4),
-                        step > 0);
+    for (int step = 0; step < 4; ++step)
+        wgmma_m64n32k16(sums, matrix_descriptor(shared_a) + 2 * step, matrix_descriptor(shared_b) + 2 * step, step > 0);
+    for (int step = 0; step < 4; ++step)
+        wgmma_m64n32k16(sums, fragments[step], matrix_descriptor(shared_b) + 2 * step, true);
     wgmma_commit();
     early[threadIdx.x] = sums[threadIdx.x % 16];
     if (mistake && threadIdx.x == 77)

@@ -64,7 +64,7 @@ CASES = [
 
 SPILLS: dict[str, str] = {}
 """Kernels that may spill or keep an array in memory, each with the reason."""
-MOST_THREADS = dict.fromkeys(("top_k", "top_k_sums", "top_k_join", "moe_sort"), 1024) | {"combine_splits": 512}
+MOST_THREADS = dict.fromkeys(("top_k", "top_k_sums", "top_k_join", "moe_sort"), 1024)
 """Of a block, where it is not 256."""
 
 

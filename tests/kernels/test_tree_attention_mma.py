@@ -10,9 +10,9 @@ from ml_dtypes import bfloat16
 from kdtree_nb.kernels import tree_attention_mma as module
 from kdtree_nb.kernels.launch import MAX_SHARED_BYTES, Processor, processor_of
 from kdtree_nb.kernels.tree_attention_mma import (
-    COMBINE_GROUPS,
     HOPPER,
     MAX_PATH,
+    SPLIT_TILES,
     TILE,
     Geometry,
     geometry_of,
@@ -25,8 +25,8 @@ from .test_tree_attention import depths_of, random_tree
 
 SCALE = 0.3
 SHORT = {
-    "warps": Geometry(rows=16, min_tiles=1, max_splits=3),
-    "warpgroups": Geometry(rows=64, min_tiles=1, max_splits=3, warpgroups=True),
+    "warps": Geometry(rows=16, min_splits=3, max_splits=3),
+    "warpgroups": Geometry(rows=64, min_splits=3, max_splits=3, warpgroups=True),
 }
 """Splits of one tile up to 192 keys, of two up to 384, and so on."""
 
@@ -282,6 +282,25 @@ def test_large_scores(device, short):
         assert_same_bits(output[0, 0], cache[best, :16])
 
 
+def test_scores_that_rise_from_tile_to_tile(device, short):
+    """Slowly or fast in one head; the other has the bits that it has alone."""
+    rng = np.random.default_rng(11)
+    cache, queries = random_cache(rng, 900, 32, 900), random_rows(rng, 1, 2, 32)
+    rise = np.linspace(0, 12, 900)[:, None] * (queries[0, 0] / np.linalg.norm(queries[0, 0].astype(np.float32)))
+    cache = (cache.astype(np.float32) + rise).astype(bfloat16)
+    queries[0, 1] = 0.5 * queries[0, 1] - (0.5 * rise[899] / 12).astype(bfloat16)
+    both = {}
+    for splits in (1, 3):
+        geometry = short._replace(min_splits=splits, max_splits=splits)
+        for factor in (1, 4):
+            given = queries * np.array([[factor], [1]], bfloat16)
+            both[factor] = run(device, given, cache, 899, [-1], 16, geometry=geometry)
+            check(both[factor], given, cache, 899, np.array([-1]), 16)
+        alone = run(device, queries[:, 1:].copy(), cache, 899, [-1], 16, geometry=geometry)
+        for output in both.values():
+            assert_same_bits(output[0, 1], alone[0, 0])
+
+
 @pytest.mark.parametrize("keys", [1, 64, 65, 128, 129, 500])
 def test_no_preference_gives_the_mean(device, short, keys):
     """Queries of zeros; values that are whole numbers, so that the sum over the keys is exact."""
@@ -355,7 +374,7 @@ def test_numpy_arrays_take_the_specification():
         (module._attend_split, "TILE", TILE),
         (module._attend_split, "MAX_PATH", MAX_PATH),
         (module._attend_split, "THREADS", module.THREADS),
-        (module._combine_splits, "GROUPS", COMBINE_GROUPS),
+        (module._combine_splits, "SPLIT_TILES", SPLIT_TILES),
     ],
 )
 def test_the_source_names_the_same_sizes(kernel, name, value):

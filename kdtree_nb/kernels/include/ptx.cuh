@@ -143,6 +143,20 @@ __device__ __forceinline__ void wgmma_m64n32k16(float (&d)[16], unsigned long lo
         : "l"(a), "l"(b), "r"(int(adds)));
 }
 
+// The same with a in registers.
+__device__ __forceinline__ void wgmma_m64n32k16(float (&d)[16], const unsigned (&a)[4], unsigned long long b, bool adds)
+{
+    asm volatile(
+        "{\n.reg .pred adds;\nsetp.ne.b32 adds, %21, 0;\n"
+        "wgmma.mma_async.sync.aligned.m64n32k16.f32.bf16.bf16 "
+        "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15}, "
+        "{%16, %17, %18, %19}, %20, adds, 1, 1, 0;\n}\n"
+        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]),
+          "+f"(d[6]), "+f"(d[7]), "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]),
+          "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(int(adds)));
+}
+
 // d += a · b with a in registers and b [16, 64] row by row in shared memory.
 __device__ __forceinline__ void wgmma_m64n64k16(float (&d)[32], const unsigned (&a)[4], unsigned long long b)
 {
@@ -158,6 +172,13 @@ __device__ __forceinline__ void wgmma_m64n64k16(float (&d)[32], const unsigned (
           "+f"(d[24]), "+f"(d[25]), "+f"(d[26]), "+f"(d[27]), "+f"(d[28]), "+f"(d[29]),
           "+f"(d[30]), "+f"(d[31])
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
+}
+
+// x, of which the compiler knows nothing: what follows from it is reckoned where it is used, not kept from before a loop.
+__device__ __forceinline__ unsigned long long anew(unsigned long long x)
+{
+    asm volatile("" : "+l"(x));
+    return x;
 }
 
 // Any bitwise function of three words. The table is the function of 0xf0, 0xcc, 0xaa: (a & b) | c is 0xea.

@@ -6,13 +6,15 @@
 constexpr int THREADS = 256;    // of a block that takes a split
 constexpr int TILE = 64;        // keys
 constexpr int MAX_PATH = 1024;  // ancestors of a node
+constexpr int SPLIT_TILES = 16;
 
 __device__ __forceinline__ int tiles_of(int keys) { return (keys + TILE - 1) / TILE; }
 
-// Tiles in each split of a row with so many tiles, but for the last.
-__device__ __forceinline__ int split_length(int tiles, int min_tiles, int max_splits)
+// Tiles in each split of a row with so many tiles, but for the last: SPLIT_TILES in a split, as the bounds allow.
+__device__ __forceinline__ int split_length(int tiles, int min_splits, int max_splits)
 {
-    return max(min_tiles, (tiles + max_splits - 1) / max_splits);
+    const int splits = min(max_splits, max(min_splits, tiles / SPLIT_TILES));
+    return (tiles + splits - 1) / splits;
 }
 
 // Two numbers as bfloat16, the first in the low half.

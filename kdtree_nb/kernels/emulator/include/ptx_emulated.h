@@ -144,9 +144,16 @@ template <int groups_left> inline void wgmma_wait(EMULATOR_CALLER)
 
 template <int n> inline void wgmma_use(float (&)[n]) {}
 
+inline unsigned long long anew(unsigned long long x) { return x; }
+
 inline void wgmma_m64n32k16(float (&d)[16], unsigned long long a, unsigned long long b, bool adds, EMULATOR_CALLER)
 {
     emulator::wgmma({d, nullptr, a, b, 32, false, adds}, {"wgmma_m64n32k16", file, line});
+}
+
+inline void wgmma_m64n32k16(float (&d)[16], const unsigned (&a)[4], unsigned long long b, bool adds, EMULATOR_CALLER)
+{
+    emulator::wgmma({d, a, 0, b, 32, false, adds}, {"wgmma_m64n32k16", file, line});
 }
 
 inline void wgmma_m64n64k16(float (&d)[32], const unsigned (&a)[4], unsigned long long b, EMULATOR_CALLER)
