@@ -47,5 +47,7 @@ def rope(x: Array, table: Table, prefix_len: Array, depths: Array) -> Array:
     if y.size:
         tokens, heads, pairs = x.shape[0], x.shape[1], features // 2
         sizes = [np.int32(heads), np.int32(pairs), elements(x, 0), elements(x, 1)]
-        _rope((tokens,), (threads_for(heads * pairs),), (pointer(x), *table, prefix_len, depths, y, *sizes))
+        threads = threads_for(heads * pairs)
+        grid = tokens, -(-heads * pairs // threads)
+        _rope(grid, (threads,), (pointer(x), *table, prefix_len, depths, y, *sizes))
     return y

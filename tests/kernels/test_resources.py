@@ -45,8 +45,13 @@ VARIANTS = {path.name: NO_DEFINES for path in files("kdtree_nb.kernels").iterdir
     "tree_attention_wgmma.cu": [{"KV_LORA": "512", "ROPE": "64"}],
     "tree_attention_combine.cu": [{"KV_LORA": "512"}],
     "w4a16_mma.cu": MMA,
-    **{name: [{"OUT": "__nv_bfloat16"}, {"OUT": "float"}] for name in ("rms_norm.cu", "split_queries.cu", "swiglu.cu")},
-    "latent_write.cu": [{"CACHE": "__nv_bfloat16"}, {"CACHE": "float"}],
+    **{name: [{"OUT": "__nv_bfloat16"}, {"OUT": "float"}] for name in ("split_queries.cu", "swiglu.cu")},
+    "rms_norm.cu": [
+        {"OUT": out, "THREADS": threads, "VALUES": values}
+        for out in ("__nv_bfloat16", "float")
+        for threads, values in (("1024", "7"), ("512", "4"))
+    ],
+    "latent_write.cu": [{"CACHE": name, "THREADS": "256", "VALUES": "2"} for name in ("__nv_bfloat16", "float")],
     "cache_commit.cu": [{"VALUE": "__nv_bfloat16"}, {"VALUE": "float"}],
     "dense_mma.cu": DENSE_MMA,
     "moe.cu": [PACKED, DENSE],
@@ -63,7 +68,8 @@ CASES = [
 
 SPILLS: dict[str, str] = {}
 """Kernels that may spill or keep an array in memory, each with the reason."""
-MOST_THREADS = dict.fromkeys(("top_k", "top_k_sums", "top_k_join", "moe_sort"), 1024) | {"combine_splits": 512}
+WHOLE_BLOCK = ("top_k", "top_k_sums", "top_k_join", "moe_sort", "moe_route", "rms_norm", "add_norm")
+MOST_THREADS = dict.fromkeys(WHOLE_BLOCK, 1024) | {"combine_splits": 512}
 """Of a block, where it is not 256."""
 
 
