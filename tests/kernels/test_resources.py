@@ -6,7 +6,7 @@ import pytest
 
 from kdtree_nb.bench.resources import HOPPER
 from kdtree_nb.kernels import dense_mma
-from kdtree_nb.kernels.moe_mma import DOWN, GATE_UP
+from kdtree_nb.kernels.moe_mma import DOWN, FEW, GATE_UP
 from kdtree_nb.kernels.nvrtc import compile_cubin, find_nvrtc
 from kdtree_nb.kernels.source import read_source
 from kdtree_nb.kernels.w4a16_mma import LONG, MIDDLE, SHORT, WIDE, Geometry
@@ -33,7 +33,7 @@ DENSE_MMA = [
 EXPERTS = [
     {"IN_FEATURES": str(in_features), "PARTS": str(plan.parts), "TILES": str(tiles), "STAGES": str(stages)}
     for in_features, plan in ((7168, GATE_UP), (2048, DOWN), (1408, DOWN))
-    for tiles, _, stages in dict.fromkeys(plan.geometries.values())
+    for tiles, _, stages in dict.fromkeys([*plan.geometries.values(), FEW])
 ]
 VARIANTS = {path.name: NO_DEFINES for path in files("kdtree_nb.kernels").iterdir() if path.name.endswith(".cu")} | {
     "w4a16_gemm.cu": [{"SCALE": name} for name in reversed(FLOATS)],
