@@ -26,6 +26,7 @@ DENSE_MMA = [
     for plan, out in (
         (dense_mma.MANY, "float"),
         (dense_mma.FEW, "float"),
+        (dense_mma.SOME, "float"),
         (dense_mma.MIDDLE, "__nv_bfloat16"),
     )
     for cut in plan.geometries.values()
