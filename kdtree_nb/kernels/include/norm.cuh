@@ -1,7 +1,8 @@
 // norm.cuh: a row divided by its root mean square, by a block that holds it in registers.
 //
-// Idea      One of THREADS threads has VALUES elements of the row: threadIdx.x, + THREADS, …. It asks for all of them, and for
-//           their weights, before it uses one: one row is one block's, so what counts is the wait, and it waits once.
+// Idea      One of THREADS threads has VALUES elements of the row: threadIdx.x, + THREADS, …. It asks for all of them,
+//           and for their weights, before it uses one: one row is one block's, so what counts is the wait, and it
+//           waits once.
 //           (Pointers are not __restrict__, or the compiler would put loads off until after the barrier.)
 // Invariant The sum of squares is each thread's in turn, then the warps', first to last: the order depends on the
 //           number of threads alone.
