@@ -26,22 +26,30 @@ class Geometry(w4a16_mma.Geometry):
         return 2 * STEP * (16 * self.tiles + self.rows)
 
 
-FEW = Plan(8, {8: (1, 8, 4), 16: (1, 16, 3), 32: (1, 32, 2), inf: (1, 64, 2)})
-MIDDLE = Plan(8, {8: (1, 8, 4), 16: (1, 16, 3), 32: (2, 32, 2), inf: (2, 64, 2)})
+FEW = Plan(16, {8: (1, 8, 3), 16: (1, 16, 3), inf: (1, 32, 2)})
+SOME = Plan(8, {8: (1, 8, 4), 16: (1, 16, 3), 32: (1, 32, 2), inf: (1, 64, 2)})
+MIDDLE = Plan(4, {8: (1, 8, 4), 16: (1, 16, 4), 32: (2, 32, 2), inf: (2, 64, 2)})
 MANY = Plan(4, {8: (2, 8, 4), 16: (4, 16, 3), 32: (4, 32, 3), inf: (4, 64, 3)})
+
+
+def plan_of(tiles: int) -> Plan:
+    """For so many tiles of 16 outputs, each a block of its own but where there are many: some 2,000 warps in all."""
+    for most, plan in ((160, FEW), (320, SOME), (512, MIDDLE)):
+        if tiles <= most:
+            return plan
+    return MANY
 
 
 def geometry_of(rows: int, weight: tuple[int, ...]) -> Geometry:
     """For so many rows of x and a weight [..., out, in]; the weight alone decides on the parts.
 
-    Few tiles of 16 outputs are one block each, so that every multiprocessor has one; a part has a step at least.
+    For one row, all blocks of a plan but ``MANY`` are on their multiprocessors at once; a part has a step at least.
     """
     *stack, out_features, in_features = weight
-    tiles = int(np.prod(stack, dtype=int)) * -(-out_features // 16)
-    plan = FEW if tiles <= 160 else MIDDLE if tiles <= 512 else MANY
+    plan = plan_of(int(np.prod(stack, dtype=int)) * -(-out_features // 16))
     steps = -(-in_features // STEP)
-    parts = min(plan.parts, 1 << (steps.bit_length() - 1))
-    return Geometry(parts, *next(cut for most, cut in plan.geometries.items() if rows <= most))
+    geometry = plan.geometry(rows)
+    return Geometry(min(plan.parts, 1 << (steps.bit_length() - 1)), *geometry[1:])
 
 
 def dense_mma(x: Array, weight: Array, out: Array | None = None) -> Array:

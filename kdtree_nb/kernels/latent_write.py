@@ -2,8 +2,9 @@
 
 import numpy as np
 
-from kdtree_nb.kernels.gemm import check_rows, elements, float_type, threads_for
+from kdtree_nb.kernels.gemm import check_rows, elements, float_type
 from kdtree_nb.kernels.launch import Array, Kernel, pointer, runs_cuda
+from kdtree_nb.kernels.rms_norm import cut_of
 from kdtree_nb.reference.norm import LATENT_EPS, rms_norm
 from kdtree_nb.reference.rope import rotate
 
@@ -45,8 +46,9 @@ def latent_write(
         rows[:, :kv_lora] = rms_norm(compressed[:, :kv_lora], weight, LATENT_EPS)
         rows[:, kv_lora:] = rotate(compressed[:, kv_lora:], table[0][positions], table[1][positions])
         return
-    sizes = (np.int32(kv_lora), np.int32(pairs), np.float32(LATENT_EPS), elements(compressed, 0))
     if tokens:
+        cut = cut_of(kv_lora)
+        sizes = (np.int32(kv_lora), np.int32(pairs), np.float32(LATENT_EPS), elements(compressed, 0))
         arrays = (pointer(compressed), weight, *table, prefix_len, depths, cache)
-        kernel = _latent_write.specialize(CACHE=float_type("latent_write", "cache", cache))
-        kernel((tokens,), (threads_for(kv_lora),), (*arrays, *sizes))
+        kernel = _latent_write.specialize(CACHE=float_type("latent_write", "cache", cache), **cut)
+        kernel((tokens, 2), (cut["THREADS"],), (*arrays, *sizes))

@@ -18,17 +18,17 @@ constexpr int HALF = OUTPUTS / 2;  // outputs of each half of the weight that a 
 template <class RowOf, class Write>
 __device__ __forceinline__ void grouped_product(const uint4* __restrict__ x, const uint4* __restrict__ codes,
                                                 const uint4* __restrict__ scales,
-                                                const int* __restrict__ block_experts,
-                                                const int* __restrict__ block_pairs,
-                                                const int* __restrict__ num_blocks, int tiles, int columns,
-                                                RowOf row_of, Write write)
+                                                const int* block_experts, const int* block_pairs,
+                                                const int* num_blocks, int tiles, int columns, RowOf row_of,
+                                                Write write)
 {
     const int block = blockIdx.x / columns, column = blockIdx.x % columns;
-    if (block >= *num_blocks)
-        return;
     const int* pairs = block_pairs + size_t(block) * ROWS;
-    const int pair = pairs[threadIdx.x % 32 / 4];
-    const size_t first_tile = size_t(block_experts[block]) * tiles + column * TILES;
+    const int blocks = *num_blocks, expert = block_experts[block], pair = pairs[threadIdx.x % 32 / 4];
+    __syncwarp();  // beyond which the compiler moves none of these loads: one wait for all three
+    if (block >= blocks)
+        return;
+    const size_t first_tile = size_t(expert) * tiles + column * TILES;
     const Sums* sums = sums_of_parts<1>(x, codes, scales, first_tile, row_of(max(pair, 0)), pair >= 0);
 #pragma unroll 1
     for (int i = threadIdx.x; i < ROWS * HALF; i += THREADS) {
@@ -42,8 +42,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     moe_gate_up_mma(const uint4* __restrict__ x,       // [tokens, in / 8], 8 bfloat16 each
                     const uint4* __restrict__ codes,   // [experts, tiles, steps, 32], by lane
                     const uint4* __restrict__ scales,  // [experts, tiles, steps, 4], 8 bfloat16 each
-                    const int* __restrict__ block_experts, const int* __restrict__ block_pairs,
-                    const int* __restrict__ num_blocks,
+                    const int* block_experts, const int* block_pairs, const int* num_blocks,
                     __nv_bfloat16* __restrict__ activations,  // [pairs, width]
                     int tiles, int columns, int width, int top_k)
 {
@@ -60,8 +59,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     moe_down_mma(const uint4* __restrict__ activations,  // [pairs, in / 8], 8 bfloat16 each
                  const uint4* __restrict__ codes,        // [experts, tiles, steps, 32], by lane
                  const uint4* __restrict__ scales,       // [experts, tiles, steps, 4], 8 bfloat16 each
-                 const int* __restrict__ block_experts, const int* __restrict__ block_pairs,
-                 const int* __restrict__ num_blocks,
+                 const int* block_experts, const int* block_pairs, const int* num_blocks,
                  float* __restrict__ outputs,            // [pairs, hidden]
                  int tiles, int columns, int hidden)
 {

@@ -50,6 +50,16 @@ class TiledExperts(NamedTuple):
 GATE_UP = Plan(4, {8: (4, ROWS, 4), inf: (4, ROWS, 3)})
 DOWN = Plan(4, {8: (4, ROWS, 4), 32: (8, ROWS, 3), inf: (4, ROWS, 4)})
 """By tokens, the fastest for Kimi K2's experts on an H200 of what was tried (``golden/measurements/NOTES.md``)."""
+FEW = (2, ROWS, 6)
+"""Where a plan makes less than ``FEW_BLOCKS`` of threads: blocks of fewer tiles, with more of each under way."""
+FEW_BLOCKS = 400
+
+
+def geometry_of(plan: Plan, tokens: int, pairs: int, out_features: int) -> Geometry:
+    """For so many tokens and pairs of a token and an expert, and as many outputs; parts are the plan's."""
+    geometry = plan.geometry(tokens)
+    blocks = pairs * -(-out_features // (16 * geometry.tiles))
+    return geometry if blocks >= FEW_BLOCKS else Geometry(plan.parts, *FEW)
 
 
 def tile_experts(qweight: Array, scales: Array) -> TiledExperts:
@@ -138,8 +148,10 @@ def moe_mma(
         raise ValueError(f"moe_mma: down {down.shape} does not fit gate_up {gate_up.shape}")
     check_routing("moe_mma", x, expert_ids, weights, shared)
     if runs_cuda(x):
-        geometries = GATE_UP.geometry(len(x)), DOWN.geometry(len(x))
-        return launch(x, expert_ids, weights, gate_up, down, *geometries, shared)
+        of_gate_up, of_down = (
+            geometry_of(plan, len(x), expert_ids.size, out) for plan, out in ((GATE_UP, out_features), (DOWN, hidden))
+        )
+        return launch(x, expert_ids, weights, gate_up, down, of_gate_up, of_down, shared)
 
     def expert(index: int, rows: np.ndarray) -> np.ndarray:
         gate, up = np.split(linear.linear(rows, linear.tile(gate_up.expert(index))), 2, axis=1)

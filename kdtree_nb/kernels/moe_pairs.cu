@@ -8,6 +8,7 @@
 #include "reduce.cuh"
 
 constexpr int MAX_EXPERTS = 1024;
+constexpr int AT_ONCE = 12;  // outputs that moe_sum asks for before it adds the first: all that a token has, mostly
 
 extern "C" __global__ void moe_sort(const int* __restrict__ expert_ids,  // [pairs]
                                     int* __restrict__ block_experts,     // [max_blocks]
@@ -60,9 +61,22 @@ extern "C" __global__ void moe_sum(const float* __restrict__ outputs,         //
     const int i = blockIdx.y * blockDim.x + threadIdx.x;
     if (i >= hidden)
         return;
+    const float last = shared ? shared[token * hidden + i] : 0.0f;
     float sum = 0.0f;
-#pragma unroll 8
-    for (int k = 0; k < top_k; ++k)
-        sum += outputs[(token * top_k + k) * hidden + i] * router_weights[token * top_k + k];
-    y[token * hidden + i] = shared ? sum + shared[token * hidden + i] : sum;
+    for (int first = 0; first < top_k; first += AT_ONCE) {
+        const float* from = outputs + (token * top_k + first) * hidden + i;
+        const float* weights = router_weights + token * top_k + first;
+        float output[AT_ONCE], weight[AT_ONCE];
+#pragma unroll
+        for (int k = 0; k < AT_ONCE; ++k)
+            if (first + k < top_k) {
+                output[k] = from[size_t(k) * hidden];
+                weight[k] = weights[k];
+            }
+#pragma unroll
+        for (int k = 0; k < AT_ONCE; ++k)
+            if (first + k < top_k)
+                sum += output[k] * weight[k];
+    }
+    y[token * hidden + i] = shared ? sum + last : sum;
 }

@@ -1,42 +1,45 @@
 // moe_route: each token's experts and their weights, from the router's logits.
 //
-// Idea      One warp a token. The score with its bias chooses, the score alone weighs. top_k rounds each take the
-//           best expert that is left: highest score first, equal ones by the lowest id. Experts that every token has
-//           are written behind them.
-// Grid      (tokens), 32 threads.
+// Idea      The score with its bias chooses, the score alone weighs: a thread an expert. One warp then chooses in top_k
+//           rounds, each of which takes the best expert that is left: highest score first, equal ones by the lowest id.
+//           A lane knows the best of its own experts; only the one whose expert was taken looks for its next. Experts
+//           that every token has are written behind the choice. (Loops are not unrolled: the kernel runs once a
+//           layer, and waits for its code as well.)
+// Grid      (tokens), whole warps.
 // Invariant a token's choice depends on its own logits; the weights are added in the order of the choice.
+#include "order.cuh"
 #include "reduce.cuh"
 
 constexpr int MAX_EXPERTS = 1024;
+constexpr unsigned TAKEN = 0;  // less than any number's place in the order
+constexpr unsigned LOWEST = 0x007fffff;  // that of −inf, and of NaN: it can be chosen still
 
 struct Best {
-    float score;
+    unsigned place;
     int id;
 };
 
-// The highest score over a warp, of equal ones the lowest id.
-__device__ Best warp_best(Best mine)
+// The best of a lane's own: every 32nd of so many.
+__device__ __forceinline__ Best own_best(const unsigned* places, int count)
 {
-    for (int step = 16; step > 0; step /= 2) {
-        const float score = __shfl_xor_sync(ALL_LANES, mine.score, step);
-        const int id = __shfl_xor_sync(ALL_LANES, mine.id, step);
-        if (score > mine.score || (score == mine.score && id < mine.id))
-            mine = {score, id};
-    }
-    return mine;
+    Best best{TAKEN, 0x7fffffff};
+#pragma unroll 4
+    for (int i = threadIdx.x; i < count; i += 32)
+        if (places[i] > best.place)
+            best = {places[i], i};
+    return best;
 }
 
-// A score that can be chosen: NaN means taken, below.
-__device__ __forceinline__ float open_score(float score) { return isnan(score) ? -INFINITY : score; }
-
-// The best of count scores; NaN never wins.
-__device__ Best best_of(const float* scores, int count)
+// Take the best of a warp's, of equal ones the lowest id; its lane finds its next. Returns the id.
+__device__ __forceinline__ int take_best(Best& own, unsigned* places, int count)
 {
-    Best mine{-INFINITY, 0x7fffffff};
-    for (int i = threadIdx.x; i < count; i += 32)
-        if (scores[i] > mine.score || (scores[i] == mine.score && i < mine.id))
-            mine = {scores[i], i};
-    return warp_best(mine);
+    const unsigned highest = __reduce_max_sync(ALL_LANES, own.place);
+    const int id = __reduce_min_sync(ALL_LANES, own.place == highest ? own.id : 0x7fffffff);
+    if (own.id == id) {
+        places[id] = TAKEN;
+        own = own_best(places, count);
+    }
+    return id;
 }
 
 extern "C" __global__ void moe_route(const float* __restrict__ logits,  // [tokens, experts]
@@ -46,54 +49,66 @@ extern "C" __global__ void moe_route(const float* __restrict__ logits,  // [toke
                                      int experts, int top_k, int shared, int groups, int top_groups, int normalize,
                                      float scaling)
 {
-    __shared__ float score[MAX_EXPERTS], choice[MAX_EXPERTS], group_score[MAX_EXPERTS];
+    __shared__ float score[MAX_EXPERTS];
+    __shared__ unsigned choice[MAX_EXPERTS], group_choice[MAX_EXPERTS];
     __shared__ int chosen[MAX_EXPERTS];
-    const int lane = threadIdx.x;
     const size_t token = blockIdx.x;
-    for (int e = lane; e < experts; e += 32) {
-        score[e] = 1.0f / (1.0f + expf(-logits[token * experts + e]));
-        choice[e] = open_score(score[e] + bias[e]);
+#pragma unroll 1
+    for (int e = threadIdx.x; e < experts; e += blockDim.x) {
+        const float logit = logits[token * experts + e], shift = bias[e];
+        score[e] = 1.0f / (1.0f + expf(-logit));
+        choice[e] = ordered(score[e] + shift);
     }
-    __syncwarp();
-
+    __syncthreads();
     if (groups > 1) {
         const int size = experts / groups;
-        for (int g = lane; g < groups; g += 32) {  // a group's score: the sum of its two best choices
-            float first = -INFINITY, second = -INFINITY;
+#pragma unroll 1
+        for (int g = threadIdx.x; g < groups; g += blockDim.x) {  // worth the sum of its two best choices
+            unsigned first = LOWEST, second = LOWEST;
+#pragma unroll 4
             for (int e = g * size; e < (g + 1) * size; ++e) {
-                second = fmaxf(second, fminf(first, choice[e]));
-                first = fmaxf(first, choice[e]);
+                second = max(second, min(first, choice[e]));
+                first = max(first, choice[e]);
             }
-            group_score[g] = open_score(size > 1 ? second + first : first);
+            group_choice[g] = ordered(size > 1 ? number_of(second) + number_of(first) : number_of(first));
+        }
+        __syncthreads();
+    }
+    if (threadIdx.x >= 32)
+        return;
+
+    const int lane = threadIdx.x;
+    if (groups > 1) {
+        const int size = experts / groups;
+        Best own = own_best(group_choice, groups);
+#pragma unroll 1
+        for (int round = 0; round < groups; ++round) {
+            const int group = take_best(own, group_choice, groups);
+#pragma unroll 1
+            for (int e = group * size + lane; round >= top_groups && e < (group + 1) * size; e += 32)
+                choice[e] = LOWEST;
         }
         __syncwarp();
-        for (int round = 0; round < groups; ++round) {
-            const int group = best_of(group_score, groups).id;
-            for (int e = group * size + lane; round >= top_groups && e < (group + 1) * size; e += 32)
-                choice[e] = -INFINITY;
-            __syncwarp();
-            if (lane == 0)
-                group_score[group] = NAN;  // taken
-            __syncwarp();
-        }
     }
 
+    Best own = own_best(choice, experts);
     float sum = 0.0f;
+#pragma unroll 1
     for (int k = 0; k < top_k; ++k) {
-        const Best best = best_of(choice, experts);
-        if (lane == 0) {
-            chosen[k] = best.id;
-            choice[best.id] = NAN;
-        }
-        sum += score[best.id];
-        __syncwarp();
+        const int id = take_best(own, choice, experts);
+        if (lane == 0)
+            chosen[k] = id;
+        sum += score[id];
     }
+    __syncwarp();
     expert_ids += token * (top_k + shared);
     weights += token * (top_k + shared);
+#pragma unroll 1
     for (int k = lane; k < top_k; k += 32) {
         expert_ids[k] = chosen[k];
         weights[k] = (normalize ? score[chosen[k]] / (sum + 1e-20f) : score[chosen[k]]) * scaling;
     }
+#pragma unroll 1
     for (int k = lane; k < shared; k += 32) {
         expert_ids[top_k + k] = experts + k;
         weights[top_k + k] = 1.0f;

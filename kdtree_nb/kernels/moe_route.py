@@ -3,6 +3,7 @@
 import numpy as np
 
 from kdtree_nb.config import ModelConfig
+from kdtree_nb.kernels.gemm import threads_for
 from kdtree_nb.kernels.launch import Array, Kernel, array_module, runs_cuda
 from kdtree_nb.reference import moe as reference
 
@@ -46,5 +47,5 @@ def moe_route(logits: Array, bias: Array, config: ModelConfig, shared: int = 0) 
             np.int32(n) for n in (experts, top_k, shared, config.n_group, config.topk_group, config.norm_topk_prob)
         ]
         scaling = np.float32(config.routed_scaling_factor)
-        _moe_route((tokens,), (32,), (logits, bias, expert_ids, weights, *sizes, scaling))
+        _moe_route((tokens,), (threads_for(experts, 1024),), (logits, bias, expert_ids, weights, *sizes, scaling))
     return expert_ids, weights

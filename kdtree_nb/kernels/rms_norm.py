@@ -11,6 +11,12 @@ from kdtree_nb.reference import norm
 _rms_norm, _add_norm = (Kernel("rms_norm.cu", name) for name in ("rms_norm", "add_norm"))
 
 
+def cut_of(features: int) -> dict[str, int]:
+    """Of the block that holds a row: its threads, and a thread's values, 4 or fewer while there can be more threads."""
+    threads = max(threads_for(features), threads_for(-(-features // 4), 1024))
+    return {"THREADS": threads, "VALUES": -(-features // threads)}
+
+
 def rms_norm(x: Array, weight: Array, eps: float, dtype: Any = np.float32) -> Array:
     """``x / sqrt(mean(x²) + eps) · weight`` of each row: float32 [rows, features], weight [features].
 
@@ -22,9 +28,10 @@ def rms_norm(x: Array, weight: Array, eps: float, dtype: Any = np.float32) -> Ar
     y = empty_beside(x, x.shape, dtype)
     if y.size:
         rows, features = x.shape
+        cut = cut_of(features)
         sizes = (np.int32(features), np.float32(eps), elements(x, 0))
-        kernel = _rms_norm.specialize(OUT=c_type(y))
-        kernel((rows,), (threads_for(features),), (pointer(x), weight, y, *sizes))
+        kernel = _rms_norm.specialize(OUT=c_type(y), **cut)
+        kernel((rows,), (cut["THREADS"],), (pointer(x), weight, y, *sizes))
     return y
 
 
@@ -63,6 +70,7 @@ def add_norm(
     y = empty_beside(x, x.shape, dtype)
     if y.size:
         rows, features = x.shape
-        kernel = _add_norm.specialize(OUT=c_type(y))
-        kernel((rows,), (threads_for(features),), (x, delta, weight, total, y, np.int32(features), np.float32(eps)))
+        cut = cut_of(features)
+        kernel = _add_norm.specialize(OUT=c_type(y), **cut)
+        kernel((rows,), (cut["THREADS"],), (x, delta, weight, total, y, np.int32(features), np.float32(eps)))
     return total, y

@@ -1,6 +1,7 @@
 // swiglu: silu(gate) · up, for the two halves of one product's rows.
 //
-// Grid      (rows), any number of threads.
+// Idea      one thread an element: one row is then work for several multiprocessors.
+// Grid      (rows, width / threads).
 // Invariant elementwise.
 #include <cuda_bf16.h>
 
@@ -8,7 +9,10 @@ extern "C" __global__ void swiglu(const float* __restrict__ gate_up,  // [rows, 
                                   OUT* __restrict__ y,                // [rows, width], float or bfloat16
                                   int width)
 {
-    const float* gate = gate_up + size_t(blockIdx.x) * 2 * width;
-    for (int i = threadIdx.x; i < width; i += blockDim.x)
-        y[size_t(blockIdx.x) * width + i] = OUT(gate[i] * (1.0f / (1.0f + expf(-gate[i]))) * gate[width + i]);
+    const size_t row = blockIdx.x;
+    const int i = blockIdx.y * blockDim.x + threadIdx.x;
+    if (i >= width)
+        return;
+    const float gate = gate_up[row * 2 * width + i], up = gate_up[row * 2 * width + width + i];
+    y[row * width + i] = OUT(gate * (1.0f / (1.0f + expf(-gate))) * up);
 }

@@ -20,5 +20,7 @@ def swiglu(gate_up: Array, dtype: Any = np.float32) -> Array:
         return reference.swiglu(gate_up[:, :width], gate_up[:, width:]).astype(dtype, copy=False)
     y = empty_beside(gate_up, (rows, width), dtype)
     if y.size:
-        _swiglu.specialize(OUT=c_type(y))((rows,), (threads_for(width),), (gate_up, y, np.int32(width)))
+        threads = threads_for(width)
+        grid = rows, -(-width // threads)
+        _swiglu.specialize(OUT=c_type(y))(grid, (threads,), (gate_up, y, np.int32(width)))
     return y

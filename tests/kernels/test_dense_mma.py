@@ -8,7 +8,7 @@ from helpers import assert_same_bits
 from ml_dtypes import bfloat16
 
 from kdtree_nb.kernels import dense_mma as module
-from kdtree_nb.kernels.dense_mma import FEW, MANY, MIDDLE, Geometry, dense_mma, geometry_of, launch
+from kdtree_nb.kernels.dense_mma import FEW, MANY, MIDDLE, SOME, Geometry, dense_mma, geometry_of, launch
 
 from .products import EPSILON, assert_row_invariant
 
@@ -34,7 +34,7 @@ def assert_product(y: np.ndarray, x: np.ndarray, weight: np.ndarray) -> None:
     """Within the bound of the kernel's order of summation.
 
     A part is a chain of mma of 16 products and the sum so far, each of which may lose as much as 4 roundings (tensor
-    cores align to the largest product and cut; the emulator rounds once); then there are up to 8 parts.
+    cores align to the largest product and cut; the emulator rounds once); then there are up to 16 parts.
     """
     x, weight = x.astype(np.float64), weight.astype(np.float64)
     steps, parts = -(-weight.shape[-1] // 64), geometry_of(1, weight.shape).parts
@@ -124,15 +124,17 @@ def test_a_row_does_not_depend_on_the_rows_beside_it(device, in_features):
     assert_row_invariant(lambda rows: dense_mma(rows, weight), x, device.host)
 
 
-@pytest.mark.parametrize("parts", [1, 4, 8])
-def test_no_geometry_changes_a_bit(device, parts):
+CUTS = [(1, 8, 6), (2, 8, 2), (4, 16, 2), (1, 64, 2), (4, 32, 2), (2, 16, 3)]
+
+
+@pytest.mark.parametrize(
+    ("parts", "cuts"), [(1, CUTS), (4, CUTS), (8, CUTS), (16, [(1, 8, 3), (2, 8, 2), (1, 16, 3), (1, 32, 2)])]
+)
+def test_no_geometry_changes_a_bit(device, parts, cuts):
     """Of those with the same parts: tiles and rows of a block, stages that are more or fewer than a part's steps."""
     rng = np.random.default_rng(4)
     weight, x = device.put(random(rng, 150, 1128)), device.put(random(rng, 35, 1128))
-    first, *others = (
-        device.host(launch(x, weight, Geometry(parts, *rest)))
-        for rest in [(1, 8, 6), (2, 8, 2), (4, 16, 2), (1, 64, 2), (4, 32, 2), (2, 16, 3)]
-    )
+    first, *others = (device.host(launch(x, weight, Geometry(parts, *cut))) for cut in cuts)
     for other in others:
         assert_same_bits(other, first)
 
@@ -141,11 +143,15 @@ def test_no_geometry_changes_a_bit(device, parts):
     ("weight", "parts"),
     [
         ((3648, 2048), 8),
-        ((2048, 2048), 8),
+        ((64, 2048), 16),
+        ((2048, 2048), 16),
+        ((2048, 2816), 16),
+        ((5632, 2048), 4),
+        ((22528, 2048), 4),
         ((16, 512, 128), 2),
         ((16, 128, 512), 8),
         ((163840, 2048), 4),
-        ((7168, 8192), 8),
+        ((7168, 8192), 4),
         ((5, 8), 1),
     ],
 )
@@ -155,7 +161,7 @@ def test_parts_follow_from_the_weight_alone(weight, parts):
 
 
 def test_every_geometry_has_its_shared_memory():
-    for plan in (FEW, MIDDLE, MANY):
+    for plan in (FEW, SOME, MIDDLE, MANY):
         for cut in plan.geometries.values():
             assert Geometry(plan.parts, *cut).shared_bytes <= 227 * 1024
 

@@ -8,11 +8,13 @@ from ml_dtypes import bfloat16
 from kdtree_nb.kernels.moe import Experts
 from kdtree_nb.kernels.moe_mma import (
     DOWN,
+    FEW,
     GATE_UP,
     Geometry,
     TiledExperts,
     down_products,
     gate_up_products,
+    geometry_of,
     launch,
     moe_mma,
     tile_experts,
@@ -200,10 +202,21 @@ def test_no_geometry_changes_a_bit(device, parts):
     arrays = device.put(random_x(rng, 9, 544)), *map(device.put, random_routing(rng, 9, 3, 2))
     first, *others = (
         device.host(launch(*arrays, *layer, Geometry(parts, *up), Geometry(parts, *down)))
-        for up, down in [((1, 8, 6), (4, 8, 2)), ((4, 8, 3), (8, 8, 3)), ((8, 8, 2), (1, 8, 5))]
+        for up, down in [((1, 8, 6), (4, 8, 2)), ((4, 8, 3), (8, 8, 3)), ((8, 8, 2), (1, 8, 5)), (FEW, FEW)]
     )
     for other in others:
         assert_same_bits(other, first)
+
+
+@pytest.mark.parametrize("plan", [GATE_UP, DOWN])
+def test_geometry_follows_tokens_and_blocks_but_parts_do_not(plan):
+    """One token of Moonlight's makes 264 and 192 blocks of 64 outputs, one of Kimi K2's 512 and 896."""
+    few = Geometry(plan.parts, *FEW)
+    assert [geometry_of(plan, 1, 6, out) for out in (2816, 2048)] == [few, few]
+    assert [geometry_of(plan, 1, 8, out) for out in (4096, 7168)] == [plan.geometry(1)] * 2
+    found = {geometry_of(plan, tokens, 6 * tokens, 2048) for tokens in range(1, 100)}
+    assert found == {few, *(plan.geometry(tokens) for tokens in range(4, 100))}
+    assert all(geometry.parts == plan.parts and geometry.shared_bytes <= 227 * 1024 for geometry in found)
 
 
 def test_the_order_depends_on_the_parts(device):

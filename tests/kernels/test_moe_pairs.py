@@ -59,13 +59,14 @@ def test_any_order_of_threads(device):
     device.every_schedule(sorted_within_blocks)
 
 
+@pytest.mark.parametrize("top_k", [1, 6, 12, 13, 25])
 @pytest.mark.parametrize("hidden", [1, 31, 256, 7168])
-def test_sum_in_the_order_of_the_choice(device, hidden):
+def test_sum_in_the_order_of_the_choice(device, hidden, top_k):
     rng = np.random.default_rng(hidden)
-    outputs, weights = rng.standard_normal((5 * 6, hidden)).astype(np.float32), rng.random((5, 6), np.float32)
+    outputs, weights = rng.standard_normal((5 * top_k, hidden)).astype(np.float32), rng.random((5, top_k), np.float32)
     expected = np.zeros((5, hidden), np.float32)
-    for choice in range(6):
-        expected += outputs.reshape(5, 6, hidden)[:, choice] * weights[:, choice, None]
+    for choice in range(top_k):
+        expected += outputs.reshape(5, top_k, hidden)[:, choice] * weights[:, choice, None]
     np.testing.assert_array_equal(device.host(sum_pairs(device.put(outputs), device.put(weights))), expected)
     shared = rng.standard_normal((5, hidden)).astype(np.float32)
     y = sum_pairs(device.put(outputs), device.put(weights), device.put(shared))

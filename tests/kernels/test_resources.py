@@ -6,7 +6,7 @@ import pytest
 
 from kdtree_nb.bench.resources import HOPPER
 from kdtree_nb.kernels import dense_mma
-from kdtree_nb.kernels.moe_mma import DOWN, GATE_UP
+from kdtree_nb.kernels.moe_mma import DOWN, FEW, GATE_UP
 from kdtree_nb.kernels.nvrtc import compile_cubin, find_nvrtc
 from kdtree_nb.kernels.source import read_source
 from kdtree_nb.kernels.w4a16_mma import LONG, MIDDLE, SHORT, WIDE, Geometry
@@ -26,6 +26,7 @@ DENSE_MMA = [
     for plan, out in (
         (dense_mma.MANY, "float"),
         (dense_mma.FEW, "float"),
+        (dense_mma.SOME, "float"),
         (dense_mma.MIDDLE, "__nv_bfloat16"),
     )
     for cut in plan.geometries.values()
@@ -33,7 +34,7 @@ DENSE_MMA = [
 EXPERTS = [
     {"IN_FEATURES": str(in_features), "PARTS": str(plan.parts), "TILES": str(tiles), "STAGES": str(stages)}
     for in_features, plan in ((7168, GATE_UP), (2048, DOWN), (1408, DOWN))
-    for tiles, _, stages in dict.fromkeys(plan.geometries.values())
+    for tiles, _, stages in dict.fromkeys([*plan.geometries.values(), FEW])
 ]
 VARIANTS = {path.name: NO_DEFINES for path in files("kdtree_nb.kernels").iterdir() if path.name.endswith(".cu")} | {
     "w4a16_gemm.cu": [{"SCALE": name} for name in reversed(FLOATS)],
@@ -45,8 +46,13 @@ VARIANTS = {path.name: NO_DEFINES for path in files("kdtree_nb.kernels").iterdir
     "tree_attention_wgmma.cu": [{"KV_LORA": "512", "ROPE": "64"}],
     "tree_attention_combine.cu": [{"KV_LORA": "512"}],
     "w4a16_mma.cu": MMA,
-    **{name: [{"OUT": "__nv_bfloat16"}, {"OUT": "float"}] for name in ("rms_norm.cu", "split_queries.cu", "swiglu.cu")},
-    "latent_write.cu": [{"CACHE": "__nv_bfloat16"}, {"CACHE": "float"}],
+    **{name: [{"OUT": "__nv_bfloat16"}, {"OUT": "float"}] for name in ("split_queries.cu", "swiglu.cu")},
+    "rms_norm.cu": [
+        {"OUT": out, "THREADS": threads, "VALUES": values}
+        for out in ("__nv_bfloat16", "float")
+        for threads, values in (("1024", "7"), ("512", "4"))
+    ],
+    "latent_write.cu": [{"CACHE": name, "THREADS": "256", "VALUES": "2"} for name in ("__nv_bfloat16", "float")],
     "cache_commit.cu": [{"VALUE": "__nv_bfloat16"}, {"VALUE": "float"}],
     "embed.cu": [{"VALUE": "__nv_bfloat16"}, {"VALUE": "float"}],
     "dense_mma.cu": DENSE_MMA,
@@ -64,7 +70,8 @@ CASES = [
 
 SPILLS: dict[str, str] = {}
 """Kernels that may spill or keep an array in memory, each with the reason."""
-MOST_THREADS = dict.fromkeys(("top_k", "top_k_sums", "top_k_join", "moe_sort"), 1024)
+WHOLE_BLOCK = ("top_k", "top_k_sums", "top_k_join", "moe_sort", "moe_route", "rms_norm", "add_norm")
+MOST_THREADS = dict.fromkeys(WHOLE_BLOCK, 1024)
 """Of a block, where it is not 256."""
 
 

@@ -5,7 +5,7 @@ import pytest
 from helpers import assert_same_bits
 from ml_dtypes import bfloat16
 
-from kdtree_nb.kernels.rms_norm import add_norm, rms_norm
+from kdtree_nb.kernels.rms_norm import add_norm, cut_of, rms_norm
 
 from .products import EPSILON, assert_row_invariant
 
@@ -17,7 +17,8 @@ def exact(x: np.ndarray, weight: np.ndarray, eps: float) -> np.ndarray:
 
 def bound(features: int) -> float:
     """Relative: half of what a thread's sum, the warp's and the block's lose, then seven roundings."""
-    return (0.5 * (-(-features // 256) + 5 + 8) + 7) * EPSILON
+    cut = cut_of(features)
+    return (0.5 * (cut["VALUES"] + 5 + cut["THREADS"] // 32) + 7) * EPSILON
 
 
 @pytest.mark.parametrize("features", [1, 2, 31, 32, 33, 255, 256, 257, 511, 1021, 7168])
@@ -48,7 +49,7 @@ def test_powers_of_two_give_the_specification_to_the_bit(device):
     assert_same_bits(device.host(rms_norm(device.put(x), device.put(weight), 0.0)), x / 2 * weight)
 
 
-@pytest.mark.parametrize("features", [40, 600])
+@pytest.mark.parametrize("features", [40, 600, 2100])
 def test_a_row_does_not_depend_on_the_rows_beside_it(device, features):
     rng = np.random.default_rng(1)
     weight = device.put(rng.standard_normal(features), np.float32)

@@ -27,6 +27,7 @@ __device__ T block_reduce(T value, Warp over_warp, Combine combine)
         of_warp[threadIdx.x / 32] = value;
     __syncthreads();
     value = of_warp[0];
+#pragma unroll 8  // so that sums are read at once and only added in turn
     for (int warp = 1; warp < blockDim.x / 32; ++warp)
         value = combine(value, of_warp[warp]);
     __syncthreads();
