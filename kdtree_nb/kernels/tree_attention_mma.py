@@ -12,7 +12,7 @@ from kdtree_nb.kernels.nvrtc import find_nvrtc
 from kdtree_nb.reference import attention as reference
 
 TILE, THREADS, MAX_PATH = 64, 256, 1024
-"""Keys in a tile, threads in a block, most ancestors of a node, as in ``tree_attention_mma.cu``."""
+"""Keys in a tile, threads in a block, most ancestors of a node, as in ``tree_attention.cuh``."""
 HOPPER = "90"
 """The compute capability that has warpgroup products; CuPy does not compile them, NVRTC does."""
 SCRATCH_BYTES = 2**30
