@@ -428,8 +428,8 @@ plt.show()
 # From the disk, it is the disk. Files that the system still holds in memory come faster than anything else here can
 # take them: what is left to win there is the time in which ten thousand tensors are planned and sent one by one.
 #
-# Routed experts are nearly all of a model, and of those a token reads 8 in 384: the reason why four bits pay here, and also
-# why so much memory stands idle. The latent cache is the opposite, 576 numbers a token and layer.
+# Routed experts are nearly all of a model, and of those a token reads 8 in 384: the reason why four bits pay here, and
+# also why so much memory stands idle. The latent cache is the opposite, 576 numbers a token and layer.
 #
 # Moonlight fits one card with room to spare. On a machine with the checkpoint and a GPU:
 #

@@ -322,6 +322,18 @@ class TestCupy:
             (file,) = (tmp_path / "cubin").iterdir()
             assert file.name.startswith("warpgroup-sm_90a-")
 
+    @pytest.mark.skipif(find_nvrtc() is None, reason="NVRTC is not installed")
+    @pytest.mark.parametrize("other", [{"OPTIONS": ("-std=c++17",)}, {"nvrtc_version": lambda: (1, 0)}])
+    def test_machine_code_of_another_compiler_is_made_anew(self, told, monkeypatch, tmp_path, other):
+        monkeypatch.setenv("KDTREE_CACHE", str(tmp_path))
+        arguments = [GpuArray(np.zeros(4, dtype)) for dtype in (np.int32, np.int32, np.float32, np.float32)]
+        for count, changes in enumerate(({}, other), 1):
+            for name, value in changes.items():
+                monkeypatch.setattr(f"kdtree_nb.kernels.launch.{name}", value)
+            kernel = Kernel(KERNELS / "warpgroup.cu", "multiply_columns", {"ANY": 1}, "sm_90a")
+            kernel((1,), (128,), arguments)
+            assert len(list((tmp_path / "cubin").iterdir())) == count
+
     def test_where_an_array_is(self, told):
         assert processor_of(GpuArray(np.zeros(1))) == ("90", 160 * 1024)
         assert processor_of(np.zeros(1)) == ("", 227 * 1024)

@@ -172,6 +172,23 @@ def test_a_budget_with_costs_is_recorded_before_the_text(on_a_gpu: Engine) -> No
             assert text_of(on_a_gpu, drafting, "ddtree", budget, seed, Sampling()) == expected
 
 
+@pytest.mark.parametrize("nodes", [8, 10], ids=["9 rows, a pass", "11 rows, the last of a pass of 13"])
+def test_a_text_records_nothing_that_was_recorded_before_it(
+    on_a_gpu: Engine, monkeypatch: pytest.MonkeyPatch, nodes: int
+) -> None:
+    """However many bytes that is, and the largest pass as well."""
+    monkeypatch.setattr(rounds, "GRAPH_BYTES", 1)
+    budget = Budget(nodes, np.linspace(1, 2, nodes + 1).astype(np.float32))
+    with emulated():
+        drafting = Rounds(on_a_gpu.model, on_a_gpu.drafter, 100)
+        for seed in (0, 1):  # the last token's pass, which drafts nothing, is recorded in a text
+            text_of(on_a_gpu, drafting, "ddtree", budget, seed, Sampling())
+        made = Recorded.made
+        monkeypatch.setattr(rounds, "FIRST_PASS", 65)  # the largest that there is
+        text_of(on_a_gpu, drafting, "ddtree", budget, 2, Sampling())
+    assert Recorded.made == made > 1
+
+
 # ---- rounds that are launched before the last one was read -----------------------------------------------------------
 
 PROMPT = np.arange(40, 49, dtype=np.int32)

@@ -15,7 +15,7 @@ import numpy as np
 from kdtree_nb.engine.device import Device
 from kdtree_nb.engine.drafter import Drafter, Proposal
 from kdtree_nb.engine.model import Model
-from kdtree_nb.engine.rounds import PASSES, Budget, Rounds
+from kdtree_nb.engine.rounds import PASSES, UNRECORDED, Budget, Rounds
 from kdtree_nb.kernels.choose_tokens import Sampling
 from kdtree_nb.kernels.emulator import workers
 from kdtree_nb.kernels.emulator.build import cache_folder
@@ -24,7 +24,7 @@ MOST_NODES = 64
 MEASURED = tuple(rows - 1 for rows in PASSES)
 """Nodes whose rounds are timed; between them costs are taken to be straight."""
 CONTEXT, DEEPEST, REPEATS = 64, 7, 7
-UNTIMED = 2
+UNTIMED = UNRECORDED + 1
 """Rounds of each size that load weights, compile kernels and record graphs."""
 COMPUTE = ("engine", "kernels", "reference")
 """Folders of this package whose code a round runs."""

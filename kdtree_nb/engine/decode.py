@@ -90,6 +90,7 @@ def decode(
     Where a round needs nothing of the host, the next one is launched before it is read. So a GPU need not wait for the
     host, and at a text's end one round more may be running, which nobody reads.
     """
+    rounds.record(decoder, budget)
     started = time.perf_counter()
     generation, device, config = Generation(), rounds.device, rounds.model.config
     rounds.begin(prompt, limit, sampling)

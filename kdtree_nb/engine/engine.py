@@ -88,7 +88,6 @@ class Engine:
             Longest sequence, prompt included; by default the model's ``max_position_embeddings``, at most 262,144.
         drafter : path, optional
             The bundle of a trained drafter; by default ``NAME.drafter.kdtr`` beside ``NAME.kdtr``, where there is one.
-
         dtype : {"float32", "bfloat16"}
             What the model multiplies: float32 exactly as stored, or bfloat16 on tensor cores, summed in float32, with
             a cache of bfloat16. A drafter of its own keeps float32.
@@ -210,7 +209,6 @@ class Engine:
                 budget = self._budget(node_budget, drafter)
             limit = min(max_new_tokens, self.capacity - len(token_ids))
             with self._rounds(drafter, len(token_ids) + limit + budget.nodes) as rounds:
-                rounds.record(decoder, budget)
                 sampling = Sampling(temperature, seed, top_k, top_p)
                 generation = decode(
                     rounds, token_ids, limit, decoder, budget, sampling, on_token, on_round, keep_logits

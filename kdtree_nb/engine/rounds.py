@@ -30,7 +30,9 @@ PASSES = (1, 2, 3, 5, 9, 13, 17, 25, 33, 49, 65)
 FIRST_PASS = 25
 """The rows of a text's passes while nothing is known of it yet."""
 GRAPH_BYTES = 2**31
-"""Of device memory that recorded rounds may hold when a text begins: with more, they are recorded anew."""
+"""Of device memory that recorded rounds may hold before others are recorded: with more, they are forgotten."""
+UNRECORDED = 2
+"""Rounds of a kind before all of them is recorded: a draft is in the second, a pass only behind a recorded draft."""
 T = TypeVar("T")
 
 
@@ -110,9 +112,6 @@ class Rounds:
 
     def begin(self, prompt: np.ndarray, limit: int, sampling: Sampling) -> None:
         """Start a text: all tokens of the prompt but the last are committed, a chunk of rows at a time."""
-        if sum(graph.nbytes for graph in self._graphs.values() if graph) > GRAPH_BYTES:
-            self.device.host(self.left)  # a round that nobody read may be running
-            self._graphs.clear()  # all: a pass that is recorded reads the tree of its draft's graph
         self.cache.length[:] = 0
         prefill(self.model, self.cache, prompt[:-1], self.drafter)
         self.root[:] = int(prompt[-1])
@@ -123,12 +122,20 @@ class Rounds:
     def record(self, decoder: str, budget: Budget) -> None:
         """Record the passes among which a budget with costs chooses; a text would have to wait for each in its midst.
 
-        What these rounds leave behind is overwritten when a text begins.
+        To be called before a text begins, which overwrites what these rounds leave behind. Where recorded rounds hold
+        more than ``GRAPH_BYTES``, and those of this text are not among them, they are forgotten first.
         """
-        if budget.costs is None or not self.unattended(True) or self._graphs.get(_draft_key(decoder, budget)):
+        if self._graphs.get(_draft_key(decoder, budget)):
             return
-        for rows in sorted({min(rows, budget.nodes + 1) for rows in PASSES}):
-            for _ in range(3):  # the draft is recorded in the second round, and a pass only behind a recorded draft
+        if sum(graph.nbytes for graph in self._graphs.values() if graph) > GRAPH_BYTES:
+            self.device.host(self.left)  # a round that nobody read may be running
+            self._graphs.clear()  # all: a pass that is recorded reads the tree of its draft's graph
+        if budget.costs is None or not self.unattended(True):
+            return
+        for rows, fewer in zip(PASSES, (0, *PASSES), strict=False):
+            if fewer > budget.nodes:
+                break
+            for _ in range(UNRECORDED + 1):
                 self.cache.length[:], self._paid = 0, float(rows)
                 self.run(decoder, budget, [])
 

@@ -41,7 +41,8 @@ class Weights:
     ----------
     dtype : float32 or bfloat16
         What enters a product. With bfloat16, floats and scales are rounded when they are loaded and inputs where they
-        are not yet, sums are float32, and the kernels are those of tensor cores; NumPy rounds in the same places.
+        are not yet, sums are float32, and the kernels are those of tensor cores. NumPy rounds in the same places, with
+        two exceptions: only kernels round attention's weights, only NumPy the activations of experts that are floats.
     """
 
     def __init__(self, bundle: Bundle, device: Device, dtype: Any = np.float32) -> None:
@@ -250,9 +251,10 @@ class Weights:
         if shared:
             of_gate_up, of_down = _cut(shared[0], shared[1], down.in_features)
             gate_up, down = _behind(gate_up, of_gate_up), _behind(down, of_down)
+        gate_up, down = _each(self._entering, gate_up), _each(self._entering, down)
         if self._narrow and gate_up.scales is not None and down.scales is not None:
             return tile_experts(gate_up.values, gate_up.scales), tile_experts(down.values, down.scales)
-        return _each(self._entering, gate_up), _each(self._entering, down)
+        return gate_up, down
 
     def _side_by_side(self, names: Sequence[str], part: str) -> Array:
         """Stored tensors one below the other, on the device."""

@@ -18,7 +18,7 @@ import numpy as np
 
 from kdtree_nb.kernels.emulator import KernelError, Program
 from kdtree_nb.kernels.emulator.build import cache_folder
-from kdtree_nb.kernels.nvrtc import compile_cubin
+from kdtree_nb.kernels.nvrtc import compile_cubin, nvrtc_version
 from kdtree_nb.kernels.source import OPTIONS, Parameter, Source, read_source
 
 __all__ = [
@@ -346,8 +346,9 @@ def _program(file: str | Path, defines: tuple[tuple[str, str], ...]) -> Program:
 
 
 def _cubin_file(source: Source, arch: str, defines: Mapping[str, str]) -> Path:
-    """Machine code for one architecture in the cache, compiled if it is not there."""
-    key = hashlib.sha256(repr((source.text, arch, sorted(defines.items()))).encode()).hexdigest()[:20]
+    """Machine code for one architecture in the cache, compiled if it is not there by this compiler."""
+    made_of = source.text, arch, sorted(defines.items()), OPTIONS, nvrtc_version()
+    key = hashlib.sha256(repr(made_of).encode()).hexdigest()[:20]
     file = cache_folder("cubin") / f"{Path(source.name).stem}-{arch}-{key}.cubin"
     if not file.exists():
         code = compile_cubin(source, arch, defines).code

@@ -16,7 +16,6 @@ from kdtree_nb.reference import moe as reference
 
 ROWS = 8
 """Pairs of a block, as in the source."""
-MOST_BLOCKS = 2**31 - 1
 
 _gate_up, _down = (Kernel("moe_mma.cu", name) for name in ("moe_gate_up_mma", "moe_down_mma"))
 
@@ -69,8 +68,7 @@ def tile_experts(qweight: Array, scales: Array) -> TiledExperts:
     ----------
     qweight : int32 [experts, out, in / 8]
         As in :class:`~kdtree_nb.quantization.QuantizedWeight`; of gate and up, the gates of all outputs first.
-    scales : bfloat16 (on a GPU its bits as uint16), float32 or float16 [experts, out, in / 32]
-        Rounded to bfloat16.
+    scales : bfloat16 (on a GPU its bits as uint16) [experts, out, in / 32]
 
     Raises
     ------
@@ -81,6 +79,8 @@ def tile_experts(qweight: Array, scales: Array) -> TiledExperts:
         raise TypeError(
             f"tile_experts: qweight is {qweight.dtype.name}, expected int32: experts that are not INT4 are for moe"
         )
+    if scales.dtype not in (bfloat16, np.uint16):
+        raise TypeError(f"tile_experts: scales is {scales.dtype.name}, expected bfloat16 (or its bits as uint16)")
     in_features = qweight.shape[-1] * CODES_PER_WORD
     if qweight.ndim != 3 or in_features % GROUP_SIZE or scales.shape != (*qweight.shape[:2], in_features // GROUP_SIZE):
         raise ValueError(
@@ -95,7 +95,7 @@ def tile_experts(qweight: Array, scales: Array) -> TiledExperts:
         (experts, out_features, in_features),
     )
     for expert in range(experts):  # one after the other: a layer's experts are gigabytes
-        weight = tile_weight(_pair_halves(qweight[expert]), _pair_halves(_bfloat16_bits(scales[expert])))
+        weight = tile_weight(_pair_halves(qweight[expert]), _pair_halves(scales[expert].view(np.uint16)))
         tiled.codes[expert], tiled.scales[expert] = weight.codes, weight.scales
     return tiled
 
@@ -213,7 +213,7 @@ def _launch(
     special = kernel.specialize(IN_FEATURES=in_features, PARTS=parts, TILES=tiles, STAGES=stages)
     numbers = [np.int32(n) for n in (weight.codes.shape[1], columns, *sizes)]
     args = (x.view(np.int32), weight.codes, weight.scales, *blocks, y, *numbers)
-    special((min(len(blocks.experts) * columns, MOST_BLOCKS),), (32 * parts,), args, geometry.shared_bytes)
+    special((len(blocks.experts) * columns,), (32 * parts,), args, geometry.shared_bytes)
 
 
 def _pair_halves(rows: Array) -> Array:
@@ -223,15 +223,3 @@ def _pair_halves(rows: Array) -> Array:
     halves = array_module(rows).zeros((2, padded // 2, rows.shape[1]), rows.dtype)
     halves[0, :half], halves[1, : len(rows) - half] = rows[:half], rows[half:]
     return halves.reshape(2, -1, 8, rows.shape[1]).swapaxes(0, 1).reshape(padded, -1)
-
-
-def _bfloat16_bits(scales: Array) -> Array:
-    """Rounded to nearest even, in whole numbers: CuPy has no bfloat16."""
-    if scales.dtype in (bfloat16, np.uint16):
-        return scales.view(np.uint16)
-    if scales.dtype not in (np.float32, np.float16):
-        raise TypeError(f"tile_experts: scales is {scales.dtype.name}, expected bfloat16, float32 or float16")
-    xp = array_module(scales)
-    bits = scales.astype(np.float32).view(np.uint32)
-    rounded = (bits + 0x7FFF + (bits >> 16 & 1)) >> 16
-    return xp.where(xp.isnan(scales), 0x7FC0, rounded).astype(np.uint16)

@@ -55,6 +55,13 @@ def find_nvrtc() -> Path | None:
     return Path(found) if found else None
 
 
+def nvrtc_version() -> tuple[int, int]:
+    """Of the library that :func:`compile_cubin` compiles with; an :class:`NvrtcError` if there is none."""
+    major, minor = ctypes.c_int(), ctypes.c_int()
+    _load(_required()).nvrtcVersion(ctypes.byref(major), ctypes.byref(minor))
+    return major.value, minor.value
+
+
 def compile_cubin(source: Source, arch: str, defines: Mapping[str, int | str] | None = None) -> Cubin:
     """Compile a source as CuPy does on a GPU of this architecture; no GPU is needed.
 
@@ -68,9 +75,7 @@ def compile_cubin(source: Source, arch: str, defines: Mapping[str, int | str] | 
     NvrtcError
         With the compiler's log, in lines of the ``.cu``.
     """
-    library = find_nvrtc()
-    if library is None:
-        raise NvrtcError("NVRTC is not here; install it: pip install 'cuda-toolkit[cudart,nvrtc]'")
+    library = _required()
     nvrtc = _load(library)
     program = ctypes.c_void_p()
     nvrtc.nvrtcCreateProgram(ctypes.byref(program), source.text.encode(), source.name.encode(), 0, None, None)
@@ -86,6 +91,13 @@ def compile_cubin(source: Source, arch: str, defines: Mapping[str, int | str] | 
         return Cubin(_output(nvrtc, program, "CUBIN"), _resources(log))
     finally:
         nvrtc.nvrtcDestroyProgram(ctypes.byref(program))
+
+
+def _required() -> Path:
+    library = find_nvrtc()
+    if library is None:
+        raise NvrtcError("NVRTC is not here; install it: pip install 'cuda-toolkit[cudart,nvrtc]'")
+    return library
 
 
 @functools.cache
