@@ -278,6 +278,8 @@ def test_a_closed_bundle_says_so(tmp_path: Path) -> None:
     assert norm.shape == (32,)
     with pytest.raises(ValueError, match=r"m.kdtr: the bundle is closed \(tensor 'lm_head' was asked for\)"):
         bundle["lm_head"]
+    with pytest.raises(ValueError, match=r"m.kdtr: the bundle is closed \(m.kdtr was asked for\)"):
+        bundle.read_into(np.empty(8, np.uint8), *bundle.place("model.norm"))
 
 
 def test_an_unknown_name_is_a_key_error(tmp_path: Path) -> None:

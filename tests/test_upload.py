@@ -3,6 +3,7 @@
 import ctypes
 import os
 import shutil
+from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
@@ -181,6 +182,18 @@ def test_the_same_logits_and_after_preload_nothing_is_read(
         for reader in ("__getitem__", "read_into", "weight"):
             monkeypatch.setattr(bundle.__class__, reader, None)  # whoever calls it fails
     assert_same_bits(run(model, gpu), expected)
+
+
+@pytest.mark.parametrize("by", [Model.preload, run], ids=["a preload", "a pass"])
+@pytest.mark.usefixtures("late")
+def test_what_is_there_is_not_sent_again(tmp_path: Path, gpu: Device, by: Callable[..., object]) -> None:
+    """``kv_b_proj`` neither, which is not kept as it is stored."""
+    bundle = Bundle.open(build(tmp_path / "a.kdtr", tiny_config()).path)
+    model = Model(bundle.config, Weights(bundle, gpu), gpu, 64)
+    by(model, *[gpu] * (by is run))
+    sent: list[int] = []
+    model.preload(lambda done, total: sent.append(total))
+    assert sent == []
 
 
 @pytest.mark.parametrize("ahead", [True, False], ids=["preload", "at first use"])

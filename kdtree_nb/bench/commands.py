@@ -33,6 +33,7 @@ def bench_resources(
         table.add_row(kernel, *(f"{u.registers} / {u.spills} / {u.shared:,}" if u else "" for u in columns))
     out.print(table)
     if json_file is not None:
+        json_file.parent.mkdir(parents=True, exist_ok=True)
         json_file.write_text(json.dumps([row._asdict() | {"used": vars(row.used)} for row in rows], indent=1) + "\n")
 
 

@@ -114,7 +114,11 @@ class Bundle(Mapping[str, np.ndarray]):
         ------
         BundleError
             If the file is not the one that was opened, or has been written to.
+        ValueError
+            If the bundle is closed.
         """
+        if not self._shards:
+            raise ValueError(f"{self.path}: the bundle is closed ({file.name} was asked for)")
         with open(file, "rb", buffering=0) as stream:
             if state_of(stream) != self._shards[file].state:
                 raise fault(file, "has changed since it was opened")

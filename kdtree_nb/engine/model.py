@@ -58,7 +58,9 @@ class Model:
             attention, mlp = f"model.layers.{layer}.self_attn", f"model.layers.{layer}.mlp"
             first = "q_proj" if config.q_lora_rank is None else "q_a_proj"
             products.append((f"{attention}.{first}", f"{attention}.kv_a_proj_with_mqa"))
-            single = ["kv_b_proj", "o_proj", *["q_b_proj"] * (config.q_lora_rank is not None)]
+            single = ["o_proj", *["q_b_proj"] * (config.q_lora_rank is not None)]
+            if layer not in self._absorbed:  # it is not kept as it is stored
+                single.append("kv_b_proj")
             products += [(f"{attention}.{name}",) for name in single]
             if config.is_dense(layer):
                 mlps.append(mlp)

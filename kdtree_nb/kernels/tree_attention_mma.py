@@ -51,8 +51,9 @@ class Geometry(NamedTuple):
 @functools.cache
 def geometry_of(nodes: int, heads: int, latent: int, processor: Processor) -> Geometry:
     """What fits there. Few nodes make few blocks, so each takes fewer heads where it can; a warpgroup takes 64."""
-    if processor.capability == HOPPER and find_nvrtc():
-        return Geometry(64, warpgroups=True)
+    hopper = Geometry(64, warpgroups=True)
+    if processor.capability == HOPPER and hopper.shared_bytes(latent) <= processor.shared_bytes and find_nvrtc():
+        return hopper
     most = 16 if nodes < 8 else 64
     rows = next(rows for rows in (16, 32, 64) if rows >= min(heads, most))
     choices = [Geometry(r, stages=stages) for r in (64, 32, 16) if r <= rows for stages in (2, 1)]

@@ -1,12 +1,14 @@
 """Tree attention on tensor cores: the exact softmax within a bound; a row's bits do not depend on how it runs."""
 
 import re
+from collections.abc import Iterator
 
 import numpy as np
 import pytest
 from helpers import assert_same_bits, root_path
 from ml_dtypes import bfloat16
 
+from kdtree_nb.config.model import MAX_KV_LORA
 from kdtree_nb.kernels import tree_attention_mma as module
 from kdtree_nb.kernels.launch import MAX_SHARED_BYTES, Processor, processor_of
 from kdtree_nb.kernels.tree_attention_mma import (
@@ -390,12 +392,26 @@ PROCESSORS = {
 }
 
 
-@pytest.mark.parametrize("processor", PROCESSORS)
-def test_a_block_fits(processor):
+@pytest.fixture
+def with_nvrtc(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Warpgroup products wherever a GPU has them, whatever is installed here."""
+    monkeypatch.setattr(module, "find_nvrtc", lambda: True)
+    geometry_of.cache_clear()
+    yield
+    geometry_of.cache_clear()
+
+
+@pytest.mark.usefixtures("with_nvrtc")
+@pytest.mark.parametrize(
+    ("processor", "kv_lora"),
+    [*((name, 512) for name in PROCESSORS), ("H200", 16), ("H200", 528), ("H200", MAX_KV_LORA)],
+)
+def test_a_block_fits(processor: str, kv_lora: int) -> None:
     for nodes in (1, 65):
         for heads in (1, 17, 33, 128):
-            geometry = geometry_of(nodes, heads, 512 + 64, PROCESSORS[processor])
-            assert geometry.shared_bytes(512 + 64) <= PROCESSORS[processor].shared_bytes
+            geometry = geometry_of(nodes, heads, kv_lora + 64, PROCESSORS[processor])
+            assert geometry.shared_bytes(kv_lora + 64) <= PROCESSORS[processor].shared_bytes
+            assert geometry.warpgroups == (processor == "H200" and kv_lora <= 512)
 
 
 def test_refuses(device):
