@@ -79,7 +79,7 @@ def verify(
     ] = None,
     json_file: JsonFile = None,
     dtype: Dtype = "float32",
-    soak_rounds: Annotated[int, typer.Option("--soak", help="Then run this many rounds of random trees.")] = 0,
+    soak_rounds: Annotated[int, typer.Option("--soak", min=0, help="Then run this many rounds of random trees.")] = 0,
     show: Annotated[bool, typer.Option("--show", help="Print what golden/measurements/ records, and stop.")] = False,
 ) -> None:
     """Check every golden bundle: checksums, each decoder and the trained drafter against the specification."""

@@ -516,6 +516,19 @@ class TestBuild:
         with pytest.raises(KernelError, match="'no-such-compiler --option' does not start"):
             build.build_library(read_source(KERNELS / "gemv.cu"), {})
 
+    def test_a_cache_that_nobody_may_write_to(self, tmp_path, monkeypatch):
+        """Made by root, say. Another is taken for it, but not for one that was asked for."""
+        allowed, kept, temporary = os.access, tmp_path / "kdtree_nb", tmp_path / "temporary"
+        temporary.mkdir()
+        monkeypatch.setattr(build.tempfile, "gettempdir", lambda: str(temporary))
+        monkeypatch.setattr(os, "access", lambda path, mode: kept not in Path(path).parents and allowed(path, mode))
+        monkeypatch.delenv("KDTREE_CACHE", raising=False)
+        monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+        assert build.cache_folder("costs") == temporary / f"kdtree_nb-costs-{os.getuid()}"
+        monkeypatch.setenv("KDTREE_CACHE", str(kept))
+        with pytest.raises(PermissionError, match="kdtree_nb/costs"):
+            build.cache_folder("costs")
+
     @pytest.mark.parametrize("compiler", ["clang++", "g++"])
     def test_compilers(self, tmp_path, monkeypatch, compiler):
         if not shutil.which(compiler):

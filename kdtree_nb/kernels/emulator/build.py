@@ -1,5 +1,6 @@
 """From CUDA source to a shared library for this CPU, built once and kept."""
 
+import errno
 import functools
 import hashlib
 import importlib.util
@@ -94,6 +95,8 @@ def cache_folder(what: str = "emulator") -> Path:
     folder = folder.absolute()  # the compiler runs elsewhere
     try:
         folder.mkdir(parents=True, exist_ok=True)
+        if not os.access(folder, os.W_OK | os.X_OK):  # made by another user, or on a disk that is read-only by now
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(folder))
     except OSError:
         if chosen:
             raise
