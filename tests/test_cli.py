@@ -497,6 +497,7 @@ def test_bench_acceptance(run: Callable[..., Ran], trained: Path) -> None:
     assert 0 < costs[0] <= costs[-1]
     assert told["settings"] | {"drafter": ""} == {
         "bundle": "kdt16m-int4.kdtr",
+        "dtype": "float32",
         "drafter": "",
         "prompts": {"code": 2, "prose": 1},
         "tokens": 10,
