@@ -417,9 +417,9 @@ spent: Counter[str] = Counter()
 
 
 def timed(function, kind_of):
-    def wrapper(*args):
+    def wrapper(*args, **options):
         started = time.perf_counter()
-        result = function(*args)
+        result = function(*args, **options)
         spent[kind_of(args)] += time.perf_counter() - started
         return result
 

@@ -186,8 +186,8 @@ def by_budget(run: dict, name: str) -> dict[str, np.ndarray]:
 
 figure, panels = plt.subplots(1, 3, figsize=(13, 3.8), layout="constrained")
 plotting.curves(panels[0], BUDGETS, by_budget(gpu, "tau"), ".-").set(title="τ, mean of the domains")
-for axes, run_, title in zip(panels[1:], (gpu, cpu), (f"tokens/s, H200, at {gpu['commit'][:7]}", "tokens/s, CPU"), strict=True):
-    plotting.curves(axes, BUDGETS, by_budget(run_, "tokens_per_second"), ".-").set(title=title)
+for axes, run_, title in zip(panels[1:], (gpu, cpu), (f"H200, at {gpu['commit'][:7]}", "CPU"), strict=True):
+    plotting.curves(axes, BUDGETS, by_budget(run_, "tokens_per_second"), ".-").set(title=f"tokens/s, {title}")
 for axes in (panels[0], panels[2]):
     axes.get_legend().remove()
 for axes in panels:
@@ -199,7 +199,7 @@ plt.show()
 # On a CPU every row of a pass is arithmetic that somebody has to do, so a large tree loses what it gains. On a GPU
 # this tiny model is bound by launches: a pass of 33 rows costs a quarter more than one of 1, and the tree's gain stays.
 # Prompt look-up (n-grams) finds less in new text than a trained drafter does, and costs nothing, so that on the CPU it
-# is close to the chain; it was last on the GPU in this run, where passes over what the host drafts were not recorded yet.
+# is close to the chain. It is last on the GPU in this run, where passes over what the host drafts were not recorded yet.
 #
 # ## A budget that knows its price
 #
