@@ -199,7 +199,7 @@ plt.show()
 # On a CPU every row of a pass is arithmetic that somebody has to do, so a large tree loses what it gains. On a GPU
 # this tiny model is bound by launches: a pass of 33 rows costs a quarter more than one of 1, and the tree's gain stays.
 # Prompt look-up (n-grams) finds less in new text than a trained drafter does, and costs nothing, so that on the CPU it
-# is close to the chain. It is last on the GPU in this run, where passes over what the host drafts were not recorded yet.
+# is close to the chain. It is last on the GPU in this run, whose passes over what a host drafts were not recorded yet.
 #
 # ## A budget that knows its price
 #
