@@ -241,3 +241,6 @@ print("all checks hold")
 # | [03 · The reference model](03_reference_model.ipynb) | DeepSeek-V3's forward pass, step by step |
 # | [04 · Wiring the engine](04_engine_wiring.ipynb) | the same model from packed weights, with a cache |
 # | [05 · Draft trees](05_draft_trees.ipynb) | how the tree of a round is chosen, checked and committed |
+# | [06 · DDTree decoding](06_ddtree_decoding.ipynb) | what trees bring on texts nobody has seen, and what they cost |
+# | [07 · Performance](07_performance.ipynb) | where the time goes on a GPU, beside floors and other people's kernels |
+# | [08 · Real checkpoints](08_real_checkpoints.ipynb) | Hugging Face folders in and out, up to Kimi K2 |

@@ -441,7 +441,7 @@ plt.show()
 # ```
 #
 # This engine runs on one GPU. DeepSeek-V3 and Kimi K2 need several, and there others serve, from the exported folder.
-# How many, `inspect` says; the attention heads have to divide among them, which makes it eight for both.
+# How many, `inspect` says; as attention heads have to divide among them, three H200s become four, and five eight.
 #
 # ```
 # python -m kdtree_nb export bundle served
@@ -476,7 +476,8 @@ print("all checks hold")
 # 2. Swap two bytes somewhere in a copy of the bundle. Does it open? What does `Bundle.verify` say, and which of the
 #    checks above would have noticed without it?
 # 3. `python -m golden.moonlight make FOLDER --layers 3 --shrink 8` makes a checkpoint of Moonlight's shape. Convert it,
-#    and compare what `inspect` says of folder and bundle.
+#    and compare what `inspect` says of folder and bundle. It has no tokenizer, so `generate` cannot read a prompt: put
+#    the `tokenizer.json` of `golden/kdt16m` beside its `config.json` and convert again.
 #
 # ## Where next
 #
