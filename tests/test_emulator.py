@@ -388,7 +388,7 @@ class TestTensorCores:
         np.testing.assert_allclose(d, a @ b, rtol=1e-5, atol=1e-5)
         np.testing.assert_allclose(early, a[:, :16] @ b[:16], rtol=1e-5, atol=1e-5)
 
-    @pytest.mark.skipif(bool(os.environ.get("KDTREE_SANITIZE")), reason="its kernel writes there too, which ends the process")
+    @pytest.mark.skipif(bool(os.environ.get("KDTREE_SANITIZE")), reason="sanitizers end the process")
     def test_wgmma_beyond_shared_memory(self):
         a, b = np.zeros((64, 32), np.int32), np.zeros((32, 32), np.int32)
         args = (a, b, np.zeros((64, 32), np.float32), np.zeros(128, np.float32), np.int32(0))
