@@ -6,7 +6,7 @@ import numpy as np
 from ml_dtypes import bfloat16
 
 from kdtree_nb.kernels import w4a16_mma
-from kdtree_nb.kernels.gemm import check_rows, elements, place_of
+from kdtree_nb.kernels.gemm import check_bfloat16, check_rows, elements, place_of
 from kdtree_nb.kernels.launch import Array, Kernel, c_type, pointer, runs_cuda
 from kdtree_nb.kernels.w4a16_mma import STEP, Plan
 from kdtree_nb.reference import linear
@@ -79,9 +79,7 @@ def dense_mma(x: Array, weight: Array, out: Array | None = None) -> Array:
             f"with in a positive multiple of {VECTOR}"
         )
     check_rows("dense_mma", x, weight.shape[-1], weight.shape[:-2])
-    for name, array in (("x", x), ("weight", weight)):
-        if array.dtype not in (bfloat16, np.uint16):
-            raise TypeError(f"dense_mma: {name} is {array.dtype.name}, expected bfloat16 (or its bits as uint16)")
+    check_bfloat16("dense_mma", x=x, weight=weight)
     if not runs_cuda(x):
         operands = [array.view(bfloat16).astype(np.float32) for array in (x, weight)]
         product = linear.linear(operands[0], linear.tile(operands[1]))

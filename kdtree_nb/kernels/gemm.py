@@ -62,6 +62,13 @@ def float_type(kernel: str, name: str, x: Array) -> str:
     return c_type(x)
 
 
+def check_bfloat16(kernel: str, **arrays: Array) -> None:
+    """Raise a TypeError, which names the array, unless all are bfloat16; on a GPU its bits come as uint16."""
+    for name, array in arrays.items():
+        if array.dtype not in (bfloat16, np.uint16):
+            raise TypeError(f"{kernel}: {name} is {array.dtype.name}, expected bfloat16 (or its bits as uint16)")
+
+
 def threads_for(columns: int, most: int = 256) -> int:
     """Threads of a block that works on one row: whole warps, no more than the row has columns or ``most``."""
     return min(most, max(1, -(-columns // 32)) * 32)

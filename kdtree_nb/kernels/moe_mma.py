@@ -6,7 +6,7 @@ from typing import NamedTuple
 import numpy as np
 from ml_dtypes import bfloat16
 
-from kdtree_nb.kernels.gemm import check_rows
+from kdtree_nb.kernels.gemm import check_bfloat16, check_rows
 from kdtree_nb.kernels.launch import Array, Kernel, array_module, runs_cuda
 from kdtree_nb.kernels.moe_pairs import Blocks, check_routing, sort_pairs, sum_pairs
 from kdtree_nb.kernels.w4a16_mma import OUTPUT_PAD, STEP, Geometry, Plan, TiledWeight, tile_weight, untile_weight
@@ -79,8 +79,7 @@ def tile_experts(qweight: Array, scales: Array) -> TiledExperts:
         raise TypeError(
             f"tile_experts: qweight is {qweight.dtype.name}, expected int32: experts that are not INT4 are for moe"
         )
-    if scales.dtype not in (bfloat16, np.uint16):
-        raise TypeError(f"tile_experts: scales is {scales.dtype.name}, expected bfloat16 (or its bits as uint16)")
+    check_bfloat16("tile_experts", scales=scales)
     in_features = qweight.shape[-1] * CODES_PER_WORD
     if qweight.ndim != 3 or in_features % GROUP_SIZE or scales.shape != (*qweight.shape[:2], in_features // GROUP_SIZE):
         raise ValueError(
@@ -141,8 +140,7 @@ def moe_mma(
                 "others are for moe"
             )
     check_rows("moe_mma", x, gate_up.shape[2])
-    if x.dtype not in (bfloat16, np.uint16):
-        raise TypeError(f"moe_mma: x is {x.dtype.name}, expected bfloat16 (or its bits as uint16)")
+    check_bfloat16("moe_mma", x=x)
     experts, out_features, hidden = gate_up.shape
     if out_features % 2 or down.shape != (experts, hidden, out_features // 2):
         raise ValueError(f"moe_mma: down {down.shape} does not fit gate_up {gate_up.shape}")

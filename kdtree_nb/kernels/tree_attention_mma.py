@@ -7,6 +7,7 @@ from typing import NamedTuple
 import numpy as np
 from ml_dtypes import bfloat16
 
+from kdtree_nb.kernels.gemm import check_bfloat16
 from kdtree_nb.kernels.launch import Array, Kernel, Processor, array_module, processor_of, runs_cuda
 from kdtree_nb.kernels.nvrtc import find_nvrtc
 from kdtree_nb.reference import attention as reference
@@ -102,9 +103,7 @@ def tree_attention_mma(
             f"tree_attention_mma: queries {list(queries.shape)}, cache {list(cache.shape)}, "
             f"parents {list(parents.shape)}, depths {list(depths.shape)} do not fit"
         )
-    for name, array in (("queries", queries), ("cache", cache)):
-        if array.dtype not in (bfloat16, np.uint16):
-            raise TypeError(f"tree_attention_mma: {name} is {array.dtype.name}, expected bfloat16 (or bits as uint16)")
+    check_bfloat16("tree_attention_mma", queries=queries, cache=cache)
     if not runs_cuda(queries):
         q, c = (array.view(bfloat16).astype(np.float32) for array in (queries, cache))
         exact = reference.tree_attention(q, c, int(prefix_len[0]), parents, kv_lora_rank, scale)

@@ -6,7 +6,7 @@ from typing import NamedTuple
 import numpy as np
 from ml_dtypes import bfloat16
 
-from kdtree_nb.kernels.gemm import check_rows
+from kdtree_nb.kernels.gemm import check_bfloat16, check_rows
 from kdtree_nb.kernels.launch import Array, Kernel, array_module, runs_cuda
 from kdtree_nb.quantization import CODES_PER_WORD, GROUP_SIZE, QuantizedWeight
 from kdtree_nb.reference import linear
@@ -164,8 +164,7 @@ def w4a16_mma(x: Array, weight: TiledWeight) -> Array:
         If shapes or dtypes do not fit; the message names them.
     """
     check_rows("w4a16_mma", x, weight.shape[1])
-    if x.dtype not in (bfloat16, np.uint16):
-        raise TypeError(f"w4a16_mma: x is {x.dtype.name}, expected bfloat16 (or its bits as uint16)")
+    check_bfloat16("w4a16_mma", x=x)
     if not runs_cuda(x):
         return linear.linear(x.view(bfloat16).astype(np.float32), linear.tile(untile_weight(weight).dequantized))
     return launch(x, weight, geometry_of(len(x), *weight.shape))
