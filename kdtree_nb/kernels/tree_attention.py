@@ -1,5 +1,7 @@
 """Attention of a draft tree's nodes over the latent cache."""
 
+from typing import Any
+
 import numpy as np
 
 from kdtree_nb.config.model import MAX_KV_LORA
@@ -11,6 +13,30 @@ SPLIT, HEADS, THREADS = 512, 8, 256
 SCRATCH_BYTES = 2**28
 """Of the partial sums of one launch; rows that do not fit go into the next."""
 _attend_split, _combine_splits = (Kernel("tree_attention.cu", name) for name in ("attend_split", "combine_splits"))
+
+
+def check_shapes(kernel: str, queries: Array, cache: Array, parents: Array, depths: Array) -> None:
+    """Raise a ValueError, which names all four, unless they fit each other as :func:`tree_attention` says."""
+    if (
+        queries.ndim != 3
+        or cache.shape != (len(cache), queries.shape[2])
+        or not parents.shape == depths.shape == queries.shape[:1]
+    ):
+        raise ValueError(
+            f"{kernel}: queries {list(queries.shape)}, cache {list(cache.shape)}, parents {list(parents.shape)}, "
+            f"depths {list(depths.shape)} do not fit"
+        )
+
+
+def scratch(nodes: int, splits: int, heads: int, kv_lora: int, most_bytes: int, xp: Any) -> tuple[Array, Array]:
+    """Memory for the partial sums of a launch, and for their maxima and weights, of as many rows as there is room for.
+
+    Returns
+    -------
+    float32 [rows, splits, heads, kv_lora], float32 [rows, splits, heads, 2]
+    """
+    rows = max(1, min(nodes, most_bytes // (4 * splits * heads * kv_lora)))
+    return xp.empty((rows, splits, heads, kv_lora), np.float32), xp.empty((rows, splits, heads, 2), np.float32)
 
 
 def tree_attention(
@@ -37,15 +63,7 @@ def tree_attention(
     -------
     float32 [N, heads, kv_lora]
     """
-    if (
-        queries.ndim != 3
-        or cache.shape != (len(cache), queries.shape[2])
-        or not parents.shape == depths.shape == queries.shape[:1]
-    ):
-        raise ValueError(
-            f"tree_attention: queries {list(queries.shape)}, cache {list(cache.shape)}, parents {list(parents.shape)}, "
-            f"depths {list(depths.shape)} do not fit"
-        )
+    check_shapes("tree_attention", queries, cache, parents, depths)
     if not runs_cuda(queries):
         return reference.tree_attention(queries, cache, int(prefix_len[0]), parents, kv_lora_rank, scale)
     nodes, heads, latent = queries.shape
@@ -55,9 +73,8 @@ def tree_attention(
     output = xp.empty((nodes, heads, kv_lora_rank), np.float32)
     if not output.size:
         return output
-    rows = max(1, min(nodes, SCRATCH_BYTES // (4 * splits * heads * kv_lora_rank)))
-    partial = xp.empty((rows, splits, heads, kv_lora_rank), np.float32)
-    stats = xp.empty((rows, splits, heads, 2), np.float32)
+    partial, stats = scratch(nodes, splits, heads, kv_lora_rank, SCRATCH_BYTES, xp)
+    rows = len(partial)
     for first in range(0, nodes, rows):
         count, first_row = min(rows, nodes - first), np.int32(first)
         _attend_split(

@@ -10,6 +10,7 @@ from ml_dtypes import bfloat16
 from kdtree_nb.kernels.gemm import check_bfloat16
 from kdtree_nb.kernels.launch import Array, Kernel, Processor, array_module, processor_of, runs_cuda
 from kdtree_nb.kernels.nvrtc import find_nvrtc
+from kdtree_nb.kernels.tree_attention import check_shapes, scratch
 from kdtree_nb.reference import attention as reference
 
 TILE, THREADS, MAX_PATH, SPLIT_TILES = 64, 256, 1024, 16
@@ -94,15 +95,7 @@ def tree_attention_mma(
     ValueError, TypeError
         If shapes or dtypes do not fit; the message names them.
     """
-    if (
-        queries.ndim != 3
-        or cache.shape != (len(cache), queries.shape[2])
-        or not parents.shape == depths.shape == queries.shape[:1]
-    ):
-        raise ValueError(
-            f"tree_attention_mma: queries {list(queries.shape)}, cache {list(cache.shape)}, "
-            f"parents {list(parents.shape)}, depths {list(depths.shape)} do not fit"
-        )
+    check_shapes("tree_attention_mma", queries, cache, parents, depths)
     check_bfloat16("tree_attention_mma", queries=queries, cache=cache)
     if not runs_cuda(queries):
         q, c = (array.view(bfloat16).astype(np.float32) for array in (queries, cache))
@@ -133,9 +126,8 @@ def launch(
     if not output.size:
         return output
     splits = geometry.most_splits(-(-len(cache) // TILE))
-    rows = max(1, min(nodes, SCRATCH_BYTES // (4 * splits * heads * kv_lora_rank)))
-    partial = xp.empty((rows, splits, heads, kv_lora_rank), np.float32)
-    stats = xp.empty((rows, splits, heads, 2), np.float32)
+    partial, stats = scratch(nodes, splits, heads, kv_lora_rank, SCRATCH_BYTES, xp)
+    rows = len(partial)
     attend = geometry.attend(kv_lora_rank, latent - kv_lora_rank)
     combine = _combine_splits.specialize(KV_LORA=kv_lora_rank)
     cut = np.int32(geometry.min_splits), np.int32(geometry.max_splits)
