@@ -12,22 +12,16 @@
 //           PARTS and IN_FEATURES alone, not on TILES, ROWS, STAGES, the number of rows or its row's place.
 #include <cuda_bf16.h>
 
+#include "parts.cuh"
 #include "ptx.cuh"
 
-constexpr int STEP = 64;  // inputs
-constexpr int STEPS = (IN_FEATURES + STEP - 1) / STEP;
-constexpr int PER_PART = (STEPS + PARTS - 1) / PARTS;
 constexpr int VECTORS = IN_FEATURES / 8;  // of a row, 16 bytes each
-constexpr int OUTPUTS = 16 * TILES;
-constexpr int THREADS = 32 * PARTS;
 
 // A warp's operands of one step, by halves of 32 inputs: of 8 rows, lane 4 · row + p holds inputs 8 · p, + 1, …, + 7.
 struct Stage {
     uint4 weight[TILES][2][2][32];  // the second 2: outputs 0 to 7, 8 to 15
     uint4 x[ROWS / 8][2][32];
 };
-
-using Sums = float[ROWS][OUTPUTS + 4];  // of a warp; the 4 bring a fragment's lanes to different banks
 
 // sum += weight · xᵀ of one step.
 __device__ __forceinline__ void multiply(const Stage& stage, float (&sum)[TILES][ROWS / 8][4])
@@ -59,11 +53,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
               OUT* __restrict__ y,               // [stack, rows, out], likewise
               int rows, int out_features, long long x_row, long long x_stack, long long y_row, long long y_stack)
 {
-    extern __shared__ __align__(16) unsigned char dynamic_shared[];
     const int part = threadIdx.x / 32, lane = threadIdx.x % 32, row_of_lane = lane / 4, pair = lane % 4;
     const int first_row = blockIdx.x * ROWS, first_out = blockIdx.y * OUTPUTS;
     const int first = part * PER_PART;
-    const int steps = STEPS % PARTS == 0 ? PER_PART : max(0, min(PER_PART, STEPS - first));  // the last may have none
+    const int steps = steps_of_part(first);
 
     // Where this lane reads the next step that is to be fetched; it is not read where there is no such output or row.
     const int row = first_row + row_of_lane, out = first_out + row_of_lane;
@@ -104,24 +97,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
         multiply(ring[step % STAGES], sum);
     }
 
-    Sums* const sums = reinterpret_cast<Sums*>(dynamic_shared);
-    __syncthreads();  // all warps have left the ring
-#pragma unroll
-    for (int t = 0; t < TILES; ++t)
-#pragma unroll
-        for (int n = 0; n < ROWS / 8; ++n)
-#pragma unroll
-            for (int i = 0; i < 4; ++i)
-                sums[part][8 * n + 2 * pair + i % 2][16 * t + row_of_lane + i / 2 * 8] = sum[t][n][i];
-    __syncthreads();
+    const Sums* sums = leave_sums(sum, part, row_of_lane, pair);
     const int rows_here = min(ROWS, rows - first_row);
 #pragma unroll 1
     for (int i = threadIdx.x; i < rows_here * OUTPUTS; i += THREADS) {
         const int r = i / OUTPUTS, o = i % OUTPUTS;
-        float total = 0.0f;
-#pragma unroll
-        for (int p = 0; p < PARTS; ++p)
-            total += sums[p][r][o];
+        const float total = total_of(sums, r, o);
         if (first_out + o < out_features)
             y[blockIdx.z * y_stack + (first_row + r) * y_row + first_out + o] = OUT(total);
     }

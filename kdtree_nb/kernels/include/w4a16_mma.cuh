@@ -15,13 +15,9 @@
 
 #include <cuda_bf16.h>
 
+#include "parts.cuh"
 #include "ptx.cuh"
 
-constexpr int STEP = 64;  // inputs
-constexpr int STEPS = (IN_FEATURES + STEP - 1) / STEP;
-constexpr int PER_PART = (STEPS + PARTS - 1) / PARTS;
-constexpr int OUTPUTS = 16 * TILES;
-constexpr int THREADS = 32 * PARTS;
 constexpr int GROUPS = TILES * ROWS > 64 ? 1 : 2;  // unrolled: a large block has no registers for both
 
 // A warp's operands of one step. Of 8 rows of x and one group, lane 4 · row + p holds inputs 8 · p, + 1, …, + 7.
@@ -30,8 +26,6 @@ struct Stage {
     uint4 codes[TILES][32];
     uint4 scales[TILES][4];
 };
-
-using Sums = float[ROWS][OUTPUTS + 4];  // of a warp; the 4 bring a fragment's lanes to different banks
 
 // Two codes, at bits 0 and 16 of a word, as bfloat16. 0x4300 | u is 128 + u, and u is the code + 8.
 __device__ __forceinline__ unsigned two_codes(unsigned word)
@@ -74,8 +68,6 @@ __device__ __forceinline__ void multiply(const Stage& stage, float (&sum)[TILES]
     }
 }
 
-extern __shared__ __align__(16) unsigned char dynamic_shared[];
-
 // Leave each part's sums in shared memory, for all threads to read.
 //
 // UNROLL      steps that are unrolled
@@ -90,7 +82,7 @@ __device__ __forceinline__ const Sums* sums_of_parts(const uint4* __restrict__ x
 {
     const int part = threadIdx.x / 32, lane = threadIdx.x % 32, row_of_lane = lane / 4, pair = lane % 4;
     const int first = part * PER_PART;
-    const int steps = STEPS % PARTS == 0 ? PER_PART : max(0, min(PER_PART, STEPS - first));  // the last may have none
+    const int steps = steps_of_part(first);
 
     // Where this lane reads the next step that is to be fetched.
     const size_t weight = first_tile * STEPS + first;
@@ -134,25 +126,5 @@ __device__ __forceinline__ const Sums* sums_of_parts(const uint4* __restrict__ x
         multiply(ring[step % STAGES], sum);
     }
 
-    Sums* const sums = reinterpret_cast<Sums*>(dynamic_shared);
-    __syncthreads();  // all warps have left the ring
-#pragma unroll
-    for (int t = 0; t < TILES; ++t)
-#pragma unroll
-        for (int n = 0; n < ROWS / 8; ++n)
-#pragma unroll
-            for (int i = 0; i < 4; ++i)
-                sums[part][8 * n + 2 * pair + i % 2][16 * t + row_of_lane + i / 2 * 8] = sum[t][n][i];
-    __syncthreads();
-    return sums;
-}
-
-// An element of x · weightᵀ: a row of the block, an output of its tiles.
-__device__ __forceinline__ float total_of(const Sums* sums, int row, int out)
-{
-    float total = 0.0f;
-#pragma unroll
-    for (int p = 0; p < PARTS; ++p)
-        total += sums[p][row][out];
-    return total;
+    return leave_sums(sum, part, row_of_lane, pair);
 }
