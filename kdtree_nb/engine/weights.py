@@ -186,9 +186,8 @@ class Weights:
                 name = f"{at}.shared_experts" if shared >= 0 else f"{at}.experts.{expert}"
                 width = config.moe_intermediate_size
                 own = slice(shared * width, (shared + 1) * width) if shared >= 0 else slice(None)
-                gate, up = (self.matrix(f"{name}.{which}_proj")[own] for which in ("gate", "up"))
-                down = self.matrix(f"{name}.down_proj")[:, own]
-                self._expert_tiles[at, expert] = tile(np.concatenate([gate, up])), tile(down)
+                gate, up, down = (self.matrix(f"{name}.{projection}") for projection in PROJECTIONS)
+                self._expert_tiles[at, expert] = tile(np.concatenate([gate[own], up[own]])), tile(down[:, own])
             return self._expert_tiles[at, expert]
 
         return tiles_of
