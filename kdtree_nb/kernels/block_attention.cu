@@ -5,17 +5,19 @@
 // Grid      (rows, heads), 32 threads.
 // Invariant a row depends on its query and the keys it sees, which are taken from the first to the last.
 #include "reduce.cuh"
+#include "turn.cuh"
 
 constexpr int MAX_SIZE = 256;         // of a head
 constexpr int DIMS = MAX_SIZE / 32;   // that a lane sums
 
-extern "C" __global__ void block_attention(const float* __restrict__ queries,    // [rows, heads, size]
-                                           const float* __restrict__ keys,       // [capacity, kv_heads, size]
-                                           const float* __restrict__ values,     // [capacity, kv_heads, size]
-                                           const int* __restrict__ prefix_len,   // [1] cached rows before the block
+extern "C" __global__ void block_attention(const float* queries,                 // [rows, heads, size]
+                                           const float* keys,                    // [capacity, kv_heads, size]
+                                           const float* values,                  // [capacity, kv_heads, size]
+                                           const int* prefix_len,                // [1] cached rows before the block
                                            float* __restrict__ output,           // [rows, heads, size]
                                            int kv_heads, int size, int window, float scale)
 {
+    take_turn();
     __shared__ float query[MAX_SIZE];
     const int row = blockIdx.x, head = blockIdx.y, heads = gridDim.y, lane = threadIdx.x;
     const int kv_head = head / (heads / kv_heads), stride = kv_heads * size;

@@ -5,18 +5,20 @@
 // Grid      (tokens, heads + 2 · kv_heads), whole warps; how many depends on the size of a head alone.
 // Invariant a head depends on itself and its position alone; the order of its sum is fixed, that of rms_norm.cu.
 #include "reduce.cuh"
+#include "turn.cuh"
 
-extern "C" __global__ void block_write(const float* __restrict__ projected,   // [tokens, heads + 2 · kv_heads, size]
+extern "C" __global__ void block_write(const float* projected,                // [tokens, heads + 2 · kv_heads, size]
                                        const float* __restrict__ query_norm,  // [size]
                                        const float* __restrict__ key_norm,    // [size]
                                        const float* __restrict__ cosines,     // [positions, size / 2]
                                        const float* __restrict__ sines,       // [positions, size / 2]
-                                       const int* __restrict__ prefix_len,    // [1]
+                                       const int* prefix_len,                 // [1]
                                        float* __restrict__ queries,           // [tokens, heads, size]
                                        float* __restrict__ keys,              // [capacity, kv_heads, size]
                                        float* __restrict__ values,            // [capacity, kv_heads, size]
                                        int heads, int kv_heads, int size, float eps)
 {
+    take_turn();
     const int token = blockIdx.x, head = blockIdx.y, half = size / 2;
     const size_t position = *prefix_len + token, row = position * kv_heads;
     const float* in = projected + (size_t(token) * gridDim.y + head) * size;
