@@ -225,7 +225,7 @@ class Engine:
 
     @contextmanager
     def _rounds(self, drafter: Drafter, rows: int) -> Iterator[Rounds]:
-        """With room for a text; kept from text to text for plain decoding and for trained drafters.
+        """With room for a text; kept from text to text for plain decoding, for this engine's drafter and trained ones.
 
         While a text is written they are its own: a text that is begun meanwhile gets others.
         """
@@ -235,7 +235,7 @@ class Engine:
             found = None  # its memory is free before more is taken
             found = Rounds(self.model, drafter, -(-rows // ROWS_AT_ONCE) * ROWS_AT_ONCE)
         yield found
-        if drafter is NO_DRAFTER or isinstance(drafter, DFlash):
+        if drafter is NO_DRAFTER or drafter is self.drafter or isinstance(drafter, DFlash):
             others = [kept for kept in self._kept if kept.of is not drafter]
             self._kept = [*others, found][-MOST_KEPT:]
 

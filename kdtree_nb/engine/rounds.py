@@ -215,13 +215,15 @@ class Rounds:
         """The tree to verify, and how many nodes its longest path can have."""
         if self.drafter.on_device:
             log_probs, token_ids, children = self.drafter.propose_after(self.root)
+            deepest = len(token_ids)
         else:
             proposal = checked(self.drafter.propose(np.array(committed, np.int32)), self.model.config.vocab_size)
             log_probs, token_ids = self.device.put(proposal.log_probs), self.device.put(proposal.token_ids)
             children = None if proposal.children is None else self.device.put(proposal.children)
+            deepest = budget.nodes  # whatever it has found this time: the passes of a size are one
         log_probs = cut(log_probs, self.left - 1, chain=decoder == "chain")
         tree = tree_build(self.root, log_probs, token_ids, budget.nodes, children, budget.costs)
-        return tree, 1 + min(len(token_ids), budget.nodes)
+        return tree, 1 + min(deepest, budget.nodes)
 
     def _cut(self, tree: DraftTree, budget: Budget, fixed: bool) -> DraftTree:
         """The rows of a tree that are worth a pass.

@@ -1,13 +1,13 @@
 """A product of bfloat16 activations with a bfloat16 weight on tensor cores; the weight is read as it is stored."""
 
-from math import inf
+from math import inf, prod
 
 import numpy as np
 from ml_dtypes import bfloat16
 
 from kdtree_nb.kernels import w4a16_mma
-from kdtree_nb.kernels.gemm import check_bfloat16, check_rows, elements, place_of
-from kdtree_nb.kernels.launch import Array, Kernel, c_type, pointer, runs_cuda
+from kdtree_nb.kernels.gemm import check_bfloat16, check_rows, elements, place_of, spread
+from kdtree_nb.kernels.launch import Array, Kernel, c_type, pointer, processor_of, runs_cuda
 from kdtree_nb.kernels.w4a16_mma import STEP, Plan
 from kdtree_nb.reference import linear
 
@@ -26,14 +26,15 @@ class Geometry(w4a16_mma.Geometry):
         return 2 * STEP * (16 * self.tiles + self.rows)
 
 
-FEW = Plan(16, {8: (1, 8, 3), 16: (1, 16, 3), inf: (1, 32, 2)})
-SOME = Plan(8, {8: (1, 8, 4), 16: (1, 16, 3), 32: (1, 32, 2), inf: (1, 64, 2)})
-MIDDLE = Plan(4, {8: (1, 8, 4), 16: (1, 16, 4), 32: (2, 32, 2), inf: (2, 64, 2)})
-MANY = Plan(4, {8: (2, 8, 4), 16: (4, 16, 3), 32: (4, 32, 3), inf: (4, 64, 3)})
+FEW = Plan(8, {8: (1, 8, 6), 24: (1, 24, 3), 40: (1, 40, 2), 64: (1, 64, 2), inf: (1, 72, 2)})
+SOME = Plan(8, {8: (2, 8, 4), 24: (2, 24, 2), 40: (2, 40, 2), 64: (2, 64, 2), inf: (2, 72, 2)})
+MIDDLE = Plan(4, SOME.geometries)
+MANY = Plan(4, {8: (2, 8, 6), 24: (4, 24, 2), 40: (4, 40, 2), 64: (4, 64, 3), inf: (4, 72, 2)})
+"""By rows: a drafted tree of 16, 32 or 64 nodes has a root besides."""
 
 
 def plan_of(tiles: int) -> Plan:
-    """For so many tiles of 16 outputs, each a block of its own but where there are many: some 2,000 warps in all."""
+    """For so many tiles of 16 outputs: fewer warps share the inputs where there are more blocks."""
     for most, plan in ((160, FEW), (320, SOME), (512, MIDDLE)):
         if tiles <= most:
             return plan
@@ -103,5 +104,6 @@ def launch(x: Array, weight: Array, geometry: Geometry, out: Array | None = None
         vectors = stacked.view(np.int32)
         strides = [*(elements(stacked, axis) // VECTOR for axis in (1, 0)), elements(y, 1), elements(y, 0)]
         args = (pointer(vectors), weight.view(np.int32), pointer(y), np.int32(rows), np.int32(out_features), *strides)
-        kernel(grid, (32 * geometry.parts,), args, geometry.shared_bytes)
+        shared_bytes = spread(geometry.shared_bytes, prod(grid), processor_of(x))
+        kernel(grid, (32 * geometry.parts,), args, shared_bytes)
     return y if x.ndim == 3 else y[0]

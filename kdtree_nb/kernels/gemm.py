@@ -3,10 +3,13 @@
 import numpy as np
 from ml_dtypes import bfloat16
 
+from kdtree_nb.kernels.gpu import Processor
 from kdtree_nb.kernels.launch import Array, Kernel, array_module, c_type, pointer
 
 ROWS, OUTPUTS, THREADS = 8, 32, 256
 """Of a block, as in ``gemm.cuh``."""
+RESERVED_BYTES = 1024
+"""Of shared memory, that CUDA adds to each block."""
 
 
 def check_rows(kernel: str, x: Array, in_features: int, stack: tuple[int, ...] = ()) -> None:
@@ -67,6 +70,18 @@ def check_bfloat16(kernel: str, **arrays: Array) -> None:
     for name, array in arrays.items():
         if array.dtype not in (bfloat16, np.uint16):
             raise TypeError(f"{kernel}: {name} is {array.dtype.name}, expected bfloat16 (or its bits as uint16)")
+
+
+def spread(shared_bytes: int, blocks: int, processor: Processor) -> int:
+    """So much shared memory for each block that no multiprocessor takes more of a launch's blocks than its share.
+
+    Blocks go where room is first, and where a kernel before is still ending (``turn.cuh``) that is not everywhere.
+    """
+    if not processor.multiprocessors:
+        return shared_bytes
+    share = -(-blocks // processor.multiprocessors)
+    one_more_fits = processor.multiprocessor_bytes // (share + 1) - RESERVED_BYTES
+    return max(shared_bytes, min(one_more_fits + 1, processor.shared_bytes))
 
 
 def threads_for(columns: int, most: int = 256) -> int:

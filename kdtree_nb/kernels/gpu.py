@@ -41,17 +41,26 @@ def recording() -> Iterator[None]:
 
 
 class Processor(NamedTuple):
-    """Where kernels beside an array run: compute capability, and the shared memory that a block may have."""
+    """Where kernels run: compute capability, the shared memory that a block may have, and how much there is for all.
+
+    multiprocessors : int
+        0 in the emulator, where no block is anywhere.
+    multiprocessor_bytes : int
+        Shared memory of each, for its blocks together.
+    """
 
     capability: str
     shared_bytes: int
+    multiprocessors: int = 0
+    multiprocessor_bytes: int = 0
 
 
 @functools.cache
 def processor(device: int) -> Processor:
     """Of a GPU, by CuPy's number for it."""
     gpu = sys.modules["cupy"].cuda.Device(device)
-    return Processor(gpu.compute_capability, gpu.attributes["MaxSharedMemoryPerBlockOptin"])
+    names = "MaxSharedMemoryPerBlockOptin", "MultiProcessorCount", "MaxSharedMemoryPerMultiprocessor"
+    return Processor(gpu.compute_capability, *(gpu.attributes[name] for name in names))
 
 
 class GpuKernel:
@@ -95,7 +104,7 @@ class GpuKernel:
                 self._loaded[device] = self._function.kernel.ptr, self._function.shared_size_bytes
             function, own_bytes = self._loaded[device]
             needed = shared_bytes + own_bytes
-            capability, most = processor(device)
+            capability, most = processor(device)[:2]
             if needed > self._opted_in.get(device, FREE_SHARED_BYTES):
                 if needed > most:
                     raise ValueError(f"{self.name}: {needed} bytes of shared memory, GPU {device} has {most} a block")

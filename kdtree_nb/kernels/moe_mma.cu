@@ -31,6 +31,7 @@ __device__ __forceinline__ void grouped_product(const uint4* x, const uint4* __r
         return;
     const size_t first_tile = size_t(expert) * tiles + column * TILES;
     const Sums* sums = sums_of_parts<1>(x, codes, scales, first_tile, row_of(max(pair, 0)), pair >= 0, [] {});
+    let_next_begin();
 #pragma unroll 1
     for (int i = threadIdx.x; i < ROWS * HALF; i += THREADS) {
         const int row = i / HALF, of_half = i % HALF, out = of_half / 8 * 16 + of_half % 8;

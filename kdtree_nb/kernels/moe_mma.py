@@ -46,10 +46,10 @@ class TiledExperts(NamedTuple):
         return np.concatenate([first[:half], second[: out_features - half]])
 
 
-GATE_UP = Plan(4, {8: (4, ROWS, 4), inf: (4, ROWS, 3)})
-DOWN = Plan(4, {8: (4, ROWS, 4), 32: (8, ROWS, 3), inf: (4, ROWS, 4)})
+GATE_UP = Plan(4, {inf: (4, ROWS, 4)})
+DOWN = Plan(4, {inf: (4, ROWS, 3)})
 """By tokens, the fastest for Kimi K2's experts on an H200 of what was tried (``golden/measurements/NOTES.md``)."""
-FEW = (2, ROWS, 6)
+FEW = (2, ROWS, 4)
 """Where a plan makes less than ``FEW_BLOCKS`` of threads: blocks of fewer tiles, with more of each under way."""
 FEW_BLOCKS = 400
 

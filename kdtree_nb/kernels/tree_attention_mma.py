@@ -53,9 +53,17 @@ class Geometry(NamedTuple):
 
 @functools.cache
 def geometry_of(nodes: int, heads: int, latent: int, processor: Processor) -> Geometry:
-    """What fits there. Few nodes make few blocks, so each takes fewer heads where it can; a warpgroup takes 64."""
+    """What fits there. Few nodes make few blocks, so each takes fewer heads where it can; a warpgroup takes 64.
+
+    On Hopper the heads alone decide, as warpgroups add in another order.
+    """
     hopper = Geometry(64, warpgroups=True)
-    if processor.capability == HOPPER and hopper.shared_bytes(latent) <= processor.shared_bytes and find_nvrtc():
+    if (
+        heads > 16
+        and processor.capability == HOPPER
+        and hopper.shared_bytes(latent) <= processor.shared_bytes
+        and find_nvrtc()
+    ):
         return hopper
     most = 16 if nodes < 8 else 64
     rows = next(rows for rows in (16, 32, 64) if rows >= min(heads, most))

@@ -1,13 +1,13 @@
 """A product of bfloat16 activations with an INT4 weight on tensor cores; the weight is re-ordered once, at load."""
 
-from math import inf
+from math import inf, prod
 from typing import NamedTuple
 
 import numpy as np
 from ml_dtypes import bfloat16
 
-from kdtree_nb.kernels.gemm import check_bfloat16, check_rows
-from kdtree_nb.kernels.launch import Array, Kernel, array_module, runs_cuda
+from kdtree_nb.kernels.gemm import check_bfloat16, check_rows, spread
+from kdtree_nb.kernels.launch import Array, Kernel, array_module, processor_of, runs_cuda
 from kdtree_nb.quantization import CODES_PER_WORD, GROUP_SIZE, QuantizedWeight
 from kdtree_nb.reference import linear
 
@@ -178,5 +178,6 @@ def launch(x: Array, weight: TiledWeight, geometry: Geometry) -> Array:
         kernel = _w4a16_mma.specialize(IN_FEATURES=in_features, **geometry.defines)
         grid = (-(-out_features // (16 * geometry.tiles)), -(-rows // geometry.rows))
         args = (x.view(np.int32), weight.codes, weight.scales, y, np.int32(rows), np.int32(out_features))
-        kernel(grid, (32 * geometry.parts,), args, geometry.shared_bytes)
+        shared_bytes = spread(geometry.shared_bytes, prod(grid), processor_of(x))
+        kernel(grid, (32 * geometry.parts,), args, shared_bytes)
     return y

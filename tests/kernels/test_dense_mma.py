@@ -9,6 +9,8 @@ from ml_dtypes import bfloat16
 
 from kdtree_nb.kernels import dense_mma as module
 from kdtree_nb.kernels.dense_mma import FEW, MANY, MIDDLE, SOME, Geometry, dense_mma, geometry_of, launch
+from kdtree_nb.kernels.gemm import spread
+from kdtree_nb.kernels.gpu import Processor
 
 from .products import EPSILON, assert_row_invariant
 
@@ -143,9 +145,9 @@ def test_no_geometry_changes_a_bit(device, parts, cuts):
     ("weight", "parts"),
     [
         ((3648, 2048), 8),
-        ((64, 2048), 16),
-        ((2048, 2048), 16),
-        ((2048, 2816), 16),
+        ((64, 2048), 8),
+        ((2048, 2048), 8),
+        ((2048, 2816), 8),
         ((5632, 2048), 4),
         ((22528, 2048), 4),
         ((16, 512, 128), 2),
@@ -250,3 +252,15 @@ def test_refuses_what_it_would_misread(device):
         dense_mma(device.put(np.ones((4, 136), bfloat16))[:, 4:132], weight)
     with pytest.raises(ValueError, match=r"dense_mma: .*'weight'.*expected C-contiguous"):
         dense_mma(x, device.put(np.ones((6, 128), bfloat16))[::2])
+
+
+@pytest.mark.parametrize("blocks", [1, 132, 133, 256, 352, 528, 5120])
+@pytest.mark.parametrize("needed", [10_000, 60_000, 150_000])
+def test_no_multiprocessor_takes_more_than_its_share(blocks, needed):
+    """Of an H200's 132; a block that needs more has fewer beside it anyway."""
+    total, most = 228 * 1024, 227 * 1024
+    asked = spread(needed, blocks, Processor("90", most, 132, total))
+    fit, share = total // (asked + 1024), -(-blocks // 132)
+    assert needed <= asked <= most
+    assert fit == min(share, total // (needed + 1024))
+    assert spread(needed, blocks, Processor("", most)) == needed
