@@ -137,10 +137,8 @@ def not_rotated(projected, norms, eps, table, *cache):
     return block_write(projected, norms, eps, (table[0] * 0 + 1, table[1] * 0), *cache)
 
 
-def last_of_the_block_unseen(queries, keys, values, length, window):
-    return block_attention(queries[:-1], keys, values, length, window)[
-        np.minimum(np.arange(len(queries)), len(queries) - 2)
-    ]
+def last_of_the_block_unseen(queries, *cached):
+    return block_attention(queries[:-1], *cached)[np.minimum(np.arange(len(queries)), len(queries) - 2)]
 
 
 def gates_of_another_depth(log_probs, token_ids, gates, *tables):
@@ -180,8 +178,8 @@ MUTATIONS: dict[str, tuple[object, str, Callable]] = {
     "layers swapped": (dflash._Text, "observe", layers_swapped),
     "nothing observed": (dflash._Text, "observe", lambda self, features: None),
     "the block's last row elsewhere": (dflash, "block_attention", last_of_the_block_unseen),
-    "norms a little off": (dflash, "rms_norm", lambda x, weight, eps: rms_norm(x, weight, eps + 1e-2)),
-    "gate and up swapped": (dflash, "swiglu", lambda x: swiglu(np.roll(x, x.shape[1] // 2, axis=1))),
+    "norms a little off": (dflash, "rms_norm", lambda x, weight, eps, dtype: rms_norm(x, weight, eps + 1e-2, dtype)),
+    "gate and up swapped": (dflash, "swiglu", lambda x, dtype: swiglu(np.roll(x, x.shape[1] // 2, axis=1), dtype)),
     "not rotated": (dflash, "block_write", not_rotated),
     "log-probabilities off": (dflash, "top_k", a_little_less_probable),
     "the second best first": (dflash, "top_k", the_second_best_first),
