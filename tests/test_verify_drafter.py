@@ -36,8 +36,8 @@ def case(built: Built) -> GoldenCase:
     return GoldenCase(prompt, *greedy(built.weights, built.config, prompt, 10))
 
 
-def drafter_check(built: Built, case: GoldenCase, device: str = "cpu") -> Check:
-    engine = Engine.load(built.path, device)
+def drafter_check(built: Built, case: GoldenCase, device: str = "cpu", dtype: str = "float32") -> Check:
+    engine = Engine.load(built.path, device, dtype=dtype)
     return check_drafter(engine, engine.drafter, [case])
 
 
@@ -53,6 +53,22 @@ def test_a_drafter_is_its_specification(built: Built, case: GoldenCase, device: 
     rounds, difference = re.fullmatch(pattern, line).groups()
     assert int(rounds) > 3
     assert 0 <= float(difference) < 1e-4
+
+
+@pytest.mark.parametrize("device", ["cpu", "emulated"])
+def test_a_drafter_in_bfloat16_is_near_it(case: GoldenCase, tmp_path: Path, device: str) -> None:
+    sizes = dict(kv_lora_rank=32, qk_nope_head_dim=16, qk_rope_head_dim=16, v_head_dim=16)
+    narrow = build_text_model(tmp_path, eos_token_ids=(), seed=4, **sizes)
+    build_drafter_beside(narrow, head_dim=8)
+    shorter = case._replace(tokens=case.tokens[:5], logits=case.logits[:5]) if device == "emulated" else case
+    line = str(drafter_check(narrow, shorter, device, "bfloat16"))
+    pattern = (
+        r"PASS  drafter_bf16  near=(\d+)/(\d+) rounds within 0\.25 nats of float32's drafts  largest=(\S+)  "
+        r"best tokens of (\d+)/\2 rounds equal  prompts=1"
+    )
+    near, rounds, largest, _ = re.fullmatch(pattern, line).groups()
+    assert int(rounds) >= 3 and int(near) == int(rounds)
+    assert 1e-3 < float(largest) <= 0.25
 
 
 def test_verify_adds_a_line_for_the_drafter_and_one_for_each_domain(built: Built, case: GoldenCase) -> None:
@@ -199,3 +215,21 @@ def test_a_mutated_drafter_is_caught(
     assert hasattr(where, name)
     monkeypatch.setattr(where, name, mutant)
     assert not drafter_check(built, case).passed
+
+
+UNSEEN_IN_BF16 = {"norms a little off", "log-probabilities off"}
+"""Less than its roundings."""
+
+
+@pytest.mark.parametrize(
+    ("where", "name", "mutant"),
+    [pytest.param(*mutation, id=name) for name, mutation in MUTATIONS.items() if name not in UNSEEN_IN_BF16],
+)
+def test_a_mutated_drafter_is_caught_in_bfloat16(
+    built: Built, case: GoldenCase, where: object, name: str, mutant: Callable, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if name == "condition" and not Engine.load(built.path).drafter.config.transition_rank:
+        pytest.skip("no transition head")
+    assert drafter_check(built, case, dtype="bfloat16").passed
+    monkeypatch.setattr(where, name, mutant)
+    assert not drafter_check(built, case, dtype="bfloat16").passed
