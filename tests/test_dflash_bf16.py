@@ -61,7 +61,7 @@ def started(engine: Engine, tokens: int = 9) -> Drafter:
     assert isinstance(engine.drafter, DFlash)
     cache = LatentCache(engine.config, 40, engine.device, engine.model.weights.dtype)
     drafter = engine.drafter.start(cache)
-    shape = (len(drafter.taps), tokens, TARGET.hidden_size)
+    shape = (tokens, len(drafter.taps), TARGET.hidden_size)
     drafter.observe(np.random.default_rng(5).standard_normal(shape, np.float32))
     cache.length[:] = tokens
     return drafter

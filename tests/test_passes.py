@@ -66,7 +66,7 @@ def test_a_draft_launches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dtype
     observe = "dense_gemm rms_norm dense_gemm block_write"
     if dtype == "bfloat16":
         draft, observe = draft.replace("gemm", "mma"), f"to_bfloat16 {observe.replace('gemm', 'mma')}"
-    root, features = np.array([5], np.int32), np.zeros((2, 3, target.config.hidden_size), np.float32)
+    root, features = np.array([5], np.int32), np.zeros((3, 2, target.config.hidden_size), np.float32)
     with engine.device.running():
         drafter = engine.drafter.start(LatentCache(engine.config, 64, engine.device, engine.model.weights.dtype))
         drafter.observe(features)

@@ -142,11 +142,11 @@ rms_norm, swiglu, condition, block_write = dflash.rms_norm, dflash.swiglu, dflas
 
 
 def features_one_row_on(self, features):
-    observe(self, np.roll(features, 1, axis=1))
+    observe(self, np.roll(features, 1, axis=0))
 
 
 def layers_swapped(self, features):
-    observe(self, features[::-1])
+    observe(self, features[:, ::-1])
 
 
 def not_rotated(projected, norms, eps, table, *cache):

@@ -100,10 +100,9 @@ class _Text(Drafter):
         self._context = [name for layer in layers for name in drafter.projections(layer, "k", "v")]
 
     def observe(self, features: Array) -> None:
-        """Write keys and values of tokens that are about to be committed; features [taps, tokens, hidden]."""
+        """Write keys and values of tokens that are about to be committed; features [tokens, taps, hidden]."""
         config, weights = self._config, self._of.weights
-        side_by_side = features.swapaxes(0, 1).reshape(features.shape[1], -1)
-        compressed = weights.linear(side_by_side, "fc")
+        compressed = weights.linear(features.reshape(len(features), -1), "fc")
         context = rms_norm(compressed, weights.vector("hidden_norm"), config.rms_norm_eps, weights.dtype)
         self._write(slice(None), weights.linear(context, *self._context))
 

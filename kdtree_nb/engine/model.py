@@ -26,7 +26,7 @@ from kdtree_nb.reference.rope import rope_table, softmax_scale
 
 
 class ForwardPass(NamedTuple):
-    """``logits`` float32 [rows asked for, vocab]; ``features`` float32 [taps, N, hidden], tapped layers' outputs."""
+    """``logits`` float32 [rows asked for, vocab]; ``features`` float32 [N, taps, hidden], tapped layers' outputs."""
 
     logits: Array
     features: Array
@@ -125,12 +125,12 @@ class Model:
         norm = self.weights.vector
 
         hidden = self.weights.embed(tokens)
-        features = self.device.xp.empty((len(taps), *hidden.shape), np.float32)
+        features = self.device.xp.empty((len(hidden), len(taps), self.config.hidden_size), np.float32)
         x = rms_norm(hidden, norm(before_attention[0]), *rounded)
         for layer in range(layers):
             mixed = self._attention(layer, x, parents, depths, cache)
             hidden, x = add_norm(hidden, mixed, norm(before_mlp[layer]), *rounded)
-            tapped = features[taps.index(layer)] if layer in taps else None
+            tapped = features[:, taps.index(layer)] if layer in taps else None
             hidden, x = add_norm(hidden, self._mlp(layer, x), norm(before_attention[layer + 1]), *rounded, out=tapped)
         return ForwardPass(self.logits(x[logits_of]), features)
 

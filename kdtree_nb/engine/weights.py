@@ -42,7 +42,8 @@ class Weights:
     dtype : float32 or bfloat16
         What enters a product. With bfloat16, floats and scales are rounded when they are loaded and inputs where they
         are not yet, sums are float32, and the kernels are those of tensor cores. NumPy rounds in the same places, with
-        two exceptions: only kernels round attention's weights, only NumPy the activations of experts that are floats.
+        two exceptions: only kernels round the weights of the target's attention, only NumPy the activations of experts
+        that are floats.
     """
 
     def __init__(self, bundle: Bundle, device: Device, dtype: Any = np.float32) -> None:
