@@ -1,8 +1,10 @@
 """What Kernel accepts and refuses, what it hands to CuPy, and that all test kernels are CUDA for NVRTC."""
 
+import ctypes
 import subprocess
 import sys
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import ClassVar
@@ -11,6 +13,8 @@ import ml_dtypes
 import numpy as np
 import pytest
 
+from kdtree_nb.kernels import driver, gpu
+from kdtree_nb.kernels.emulator.build import find_compiler
 from kdtree_nb.kernels.launch import Kernel, array_module, c_type, emulated, pointer, processor_of, runs_cuda
 from kdtree_nb.kernels.nvrtc import NvrtcError, compile_cubin, find_nvrtc
 from kdtree_nb.kernels.source import Parameter, read_source
@@ -245,8 +249,9 @@ class TestCupy:
             def __init__(self, name):
                 object.__setattr__(self, "name", name)
 
-            def __call__(self, grid, block, args, *, shared_mem):
-                told.append((self.name, grid, block, args, shared_mem))
+            @property
+            def kernel(self):
+                return SimpleNamespace(ptr=self.name)
 
             def __setattr__(self, name, value):
                 told.append((name, value))
@@ -268,10 +273,14 @@ class TestCupy:
                 pass
 
         cupy = ModuleType("cupy")
-        cupy.RawModule, cupy.cuda = RawModule, SimpleNamespace(Device=Device)
+        stream = SimpleNamespace(ptr=7)
+        cupy.RawModule = RawModule
+        cupy.cuda = SimpleNamespace(Device=Device, get_current_stream=lambda: stream)
         monkeypatch.setitem(sys.modules, "cupy", cupy)
-        processor = sys.modules["kdtree_nb.kernels.launch"]._processor
-        monkeypatch.setattr("kdtree_nb.kernels.launch._processor", processor.__wrapped__)  # not to be remembered
+        asked = gpu.processor.__wrapped__  # not to be remembered
+        for module in (gpu, sys.modules["kdtree_nb.kernels.launch"]):
+            monkeypatch.setattr(module, "processor", asked)
+        monkeypatch.setattr(gpu.driver, "launch", lambda *launched: told.append(launched))
         return told
 
     def arguments(self) -> list[object]:
@@ -284,19 +293,34 @@ class TestCupy:
         kernel, arguments = self.kernel(), self.arguments()
         arguments[4] = None
         kernel((2, 3), (64,), arguments)
-        device, (compiled, code, options, backend), (name, grid, block, args, shared) = told
+        device, (compiled, code, options, backend), (name, grid, block, shared, stream, args, early) = told
         assert (compiled, backend, device) == ("compile", "nvrtc", ("device", 0))
         assert code == read_source(KERNELS / "arguments.cu").text
         assert options == ("-std=c++17", "--fmad=false", "-DBLOCK=64", "-DTYPE=__half")
-        assert (name, grid, block, shared) == ("arguments", (2, 3, 1), (64, 1, 1), 0)
-        assert [type(value) for value in args[:6]] == [np.uintp] * 6
-        assert [int(value) for value in args[:4]] == [array.data.ptr for array in arguments[:4]]
-        assert args[4] == 0
-        assert list(args[6:]) == list(fitting().values())[6:]
+        assert (name, grid, block, shared, stream) == ("arguments", (2, 3, 1), (64, 1, 1), 0, 7)
+        assert [type(value) for value in args[:6]] == [ctypes.c_void_p] * 6
+        assert [value.value for value in args[:5]] == [*(array.data.ptr for array in arguments[:4]), None]
+        assert [value.value for value in args[6:]] == list(fitting().values())[6:]
+        assert not early
 
         told.clear()
         kernel((1,), (1,), arguments)
         assert [what[0] for what in told] == ["device", "arguments"]  # compiled once
+
+    @pytest.mark.parametrize(("capability", "early"), [("80", False), ("90", True), ("120", True)])
+    def test_a_recorded_kernel_begins_early(self, told, monkeypatch, tmp_path, capability, early):
+        """Where its source waits for its turn, and the GPU can."""
+        monkeypatch.setattr(sys.modules["cupy"].cuda.Device, "compute_capability", capability)
+        body = 'extern "C" __global__ void one(int* y)\n{{\n    {}y[0] = 1;\n}}\n'
+        (tmp_path / "waits.cu").write_text('#include "turn.cuh"\n\n' + body.format("take_turn();\n    "))
+        (tmp_path / "rushes.cu").write_text(body.format(""))
+        waits, rushes = (Kernel(tmp_path / f"{name}.cu", "one") for name in ("waits", "rushes"))
+        y = GpuArray(np.zeros(1, np.int32))
+        with gpu.recording():
+            waits((1,), (1,), [y])
+            rushes((1,), (1,), [y])
+        waits((1,), (1,), [y])
+        assert [what[-1] for what in told if what[0] == "one"] == [early, False, False]
 
     def test_much_shared_memory_is_asked_for_once(self, told):
         kernel, arguments = self.kernel(), self.arguments()
@@ -329,7 +353,7 @@ class TestCupy:
         arguments = [GpuArray(np.zeros(4, dtype)) for dtype in (np.int32, np.int32, np.float32, np.float32)]
         for count, changes in enumerate(({}, other), 1):
             for name, value in changes.items():
-                monkeypatch.setattr(f"kdtree_nb.kernels.launch.{name}", value)
+                monkeypatch.setattr(gpu, name, value)
             kernel = Kernel(KERNELS / "warpgroup.cu", "multiply_columns", {"ANY": 1}, "sm_90a")
             kernel((1,), (128,), arguments)
             assert len(list((tmp_path / "cubin").iterdir())) == count
@@ -363,6 +387,68 @@ class TestCupy:
         x = GpuArray(np.zeros(1))
         assert runs_cuda(x)
         assert array_module(x) is sys.modules["cupy"]
+
+
+DRIVER = r"""
+#include <cuda.h>
+#include <cstdio>
+#include <cstring>
+
+static char told[256];
+
+extern "C" CUresult cuLaunchKernelEx(const CUlaunchConfig* c, CUfunction f, void** arguments, void** extra)
+{
+    int at = snprintf(told, sizeof told, "%u %u %u, %u %u %u, %u, %zu %zu, %d %lld, %d", c->gridDimX, c->gridDimY,
+                      c->gridDimZ, c->blockDimX, c->blockDimY, c->blockDimZ, c->sharedMemBytes, size_t(c->hStream),
+                      size_t(f), *(int*)arguments[0], *(long long*)arguments[1], extra == nullptr);
+    for (unsigned i = 0; i < c->numAttrs; ++i)
+        at += snprintf(told + at, sizeof told - at, ", %d",
+                       c->attrs[i].id == CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+                           ? c->attrs[i].value.programmaticStreamSerializationAllowed : -1);
+    return c->gridDimX == 13 ? CUDA_ERROR_INVALID_VALUE : CUDA_SUCCESS;
+}
+
+extern "C" CUresult cuGetErrorName(CUresult error, const char** name)
+{
+    *name = error == CUDA_ERROR_INVALID_VALUE ? "CUDA_ERROR_INVALID_VALUE" : "?";
+    return CUDA_SUCCESS;
+}
+
+extern "C" const char* what_was_told() { return told; }
+"""
+
+
+def header_folder() -> Path | None:
+    """Where cuda.h is, of a wheel or a toolkit."""
+    library = find_nvrtc()
+    roots = [library.parent.parent, library.parent.parent.parent / "cuda_runtime"] if library else []
+    return next((root / "include" for root in roots if (root / "include" / "cuda.h").exists()), None)
+
+
+@pytest.mark.skipif(header_folder() is None, reason="cuda.h is not installed")
+class TestDriver:
+    """The launch's structs, read by C++ that has them from NVIDIA's header."""
+
+    @pytest.fixture
+    def told(self, monkeypatch, tmp_path) -> Callable[[], str]:
+        (tmp_path / "driver.cpp").write_text(DRIVER)
+        library = tmp_path / "driver.so"
+        compiler = [*find_compiler(), "-shared", "-fPIC", f"-I{header_folder()}"]
+        subprocess.run([*compiler, str(tmp_path / "driver.cpp"), "-o", str(library)], check=True)
+        built = ctypes.CDLL(str(library))
+        built.what_was_told.restype = ctypes.c_char_p
+        monkeypatch.setattr(driver, "_driver", lambda: built)
+        return lambda: built.what_was_told().decode()
+
+    @pytest.mark.parametrize(("early", "attributes"), [(False, ""), (True, ", 1")])
+    def test_what_it_reads(self, told, early, attributes):
+        arguments = [ctypes.c_int(-3), ctypes.c_longlong(2**40)]
+        driver.launch(2**40 + 1, (1, 2, 3), (4, 5, 6), 7, 2**41 + 2, arguments, early)
+        assert told() == f"1 2 3, 4 5 6, 7, {2**41 + 2} {2**40 + 1}, -3 {2**40}, 1{attributes}"
+
+    def test_an_error_has_the_drivers_name(self, told):
+        with pytest.raises(RuntimeError, match=r"cuLaunchKernelEx: CUDA_ERROR_INVALID_VALUE \(1\)"):
+            driver.launch(1, (13, 1, 1), (1, 1, 1), 0, 0, [ctypes.c_int(0), ctypes.c_longlong(0)], early=False)
 
 
 @pytest.mark.skipif(find_nvrtc() is None, reason="NVRTC is not installed")

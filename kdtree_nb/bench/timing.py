@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from kdtree_nb.engine.device import cuda_available
+from kdtree_nb.kernels.gpu import recording
 
 REPLAYS = 20
 CACHES = 4
@@ -30,12 +31,13 @@ def cache_bytes() -> int:
 
 
 def microseconds(calls: Sequence[Callable[[], object]]) -> float:
-    """Median time of one of these calls, launched through CuPy: as one graph, replayed."""
+    """Median time of one of these calls, launched through CuPy: as one graph, replayed, as an engine's round is."""
     with _stream() as stream:
         _warm_up(calls, stream)
         stream.begin_capture()
-        for call in calls:
-            call()
+        with recording():
+            for call in calls:
+                call()
         graph = stream.end_capture()
         return _median(lambda: graph.launch(stream), stream) / len(calls)
 

@@ -7,17 +7,19 @@
 #include <cuda_bf16.h>
 
 #include "reduce.cuh"
+#include "turn.cuh"
 
 constexpr int MAX_SIZE = 256;         // of a head
 constexpr int DIMS = MAX_SIZE / 32;   // that a lane sums
 
-extern "C" __global__ void block_attention(const float* __restrict__ queries,    // [rows, heads, size]
-                                           const CACHE* __restrict__ keys,       // [capacity, kv_heads, size], float or bfloat16
-                                           const CACHE* __restrict__ values,     // [capacity, kv_heads, size]
-                                           const int* __restrict__ prefix_len,   // [1] cached rows before the block
-                                           OUT* __restrict__ output,             // [rows, heads, size], float or bfloat16
+extern "C" __global__ void block_attention(const float* queries,                 // [rows, heads, size]
+                                           const CACHE* keys,                    // [capacity, kv_heads, size]
+                                           const CACHE* values,                  // [capacity, kv_heads, size]
+                                           const int* prefix_len,                // [1] cached rows before the block
+                                           OUT* __restrict__ output,             // [rows, heads, size]
                                            int kv_heads, int size, int window, float scale)
 {
+    take_turn();
     __shared__ float query[MAX_SIZE];
     const int row = blockIdx.x, head = blockIdx.y, heads = gridDim.y, lane = threadIdx.x;
     const int kv_head = head / (heads / kv_heads), stride = kv_heads * size;

@@ -1,24 +1,26 @@
-// block_write: what attention of a drafter's layers takes of the projections: queries, and in its cache keys and values.
+// block_write: what attention of a drafter's layers takes of projections: queries, and in its cache keys and values.
 //
-// Idea      One block a token, layer and head: queries and keys are normalised, then rotated, element i of a head with element
-//           i + size / 2; values are copied. Token i has position and row prefix_len + i.
+// Idea      One block a token, layer and head: queries and keys are normalised, then rotated, element i of a head with
+//           element i + size / 2; values are copied. Token i has position and row prefix_len + i.
 // Grid      (tokens, heads + 2 · kv_heads, layers), whole warps; how many depends on the size of a head alone.
 // Invariant a head depends on itself and its position alone; the order of its sum is fixed, that of rms_norm.cu.
 #include <cuda_bf16.h>
 
 #include "reduce.cuh"
+#include "turn.cuh"
 
-extern "C" __global__ void block_write(const float* __restrict__ projected,   // [tokens, layers, heads + 2 · kv_heads, size]
+extern "C" __global__ void block_write(const float* projected,                // [tokens, layers, every head, size]
                                        const float* __restrict__ query_norm,  // [layers, size]
                                        const float* __restrict__ key_norm,    // [layers, size]
                                        const float* __restrict__ cosines,     // [positions, size / 2]
                                        const float* __restrict__ sines,       // [positions, size / 2]
-                                       const int* __restrict__ prefix_len,    // [1]
+                                       const int* prefix_len,                 // [1]
                                        float* __restrict__ queries,           // [tokens, layers, heads, size]
                                        CACHE* __restrict__ keys,              // [layers, capacity, kv_heads, size]
                                        CACHE* __restrict__ values,            // [layers, capacity, kv_heads, size]
                                        int heads, int kv_heads, int size, int capacity, float eps)
 {
+    take_turn();
     const int token = blockIdx.x, head = blockIdx.y, layer = blockIdx.z, half = size / 2;
     const size_t position = *prefix_len + token, row = (layer * size_t(capacity) + position) * kv_heads;
     const size_t of_layer = size_t(token) * gridDim.z + layer;

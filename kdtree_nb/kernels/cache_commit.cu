@@ -5,12 +5,15 @@
 // Grid      (layers, features / threads), any number of threads.
 #include <cuda_bf16.h>
 
+#include "turn.cuh"
+
 extern "C" __global__ void cache_commit(VALUE* __restrict__ cache,           // [layers, capacity, features]
-                                        const int* __restrict__ prefix_len,  // [1]
-                                        const int* __restrict__ path,        // [max_path]
-                                        const int* __restrict__ length,      // [1]
+                                        const int* prefix_len,               // [1]
+                                        const int* path,                     // [max_path]
+                                        const int* length,                   // [1]
                                         int features, long long layer_stride)
 {
+    take_turn();
     const int column = blockIdx.y * blockDim.x + threadIdx.x;
     if (column >= features)
         return;

@@ -10,6 +10,7 @@
 // Invariant a row depends on its logits, its position and the seed; every sum has a fixed order, and those that decide
 //           a cut are of whole numbers, so that no order would change them.
 #include "order.cuh"
+#include "turn.cuh"
 
 constexpr int THREADS = 256;
 
@@ -82,13 +83,14 @@ __device__ Key crossing(const float* row, int vocab, Word (*sums)[THREADS], Mass
     return prefix;
 }
 
-extern "C" __global__ void choose_tokens(const float* __restrict__ logits,       // [N, vocab]
-                                         const int* __restrict__ prefix_len,     // [1]
-                                         const int* __restrict__ depths,         // [N], −1 in padding
-                                         const Sampling* __restrict__ sampling,  // [1]
+extern "C" __global__ void choose_tokens(const float* logits,                    // [N, vocab]
+                                         const int* prefix_len,                  // [1]
+                                         const int* depths,                      // [N], −1 in padding
+                                         const Sampling* sampling,               // [1]
                                          int* __restrict__ targets,              // [N]
                                          int vocab)
 {
+    take_turn();
     __shared__ float best_logit[THREADS];
     __shared__ int best_id[THREADS];
     __shared__ double sums[THREADS];

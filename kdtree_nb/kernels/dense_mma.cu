@@ -4,7 +4,8 @@
 //           inputs a product takes is free as long as A and B agree: a lane's 8 inputs in a row are 16 bytes of it, as
 //           it is stored, and serve two products. So no weight is re-ordered, and a lane multiplies what it has fetched
 //           itself. A block computes TILES tiles of 16 outputs for ROWS rows; its PARTS warps share the inputs, in
-//           steps of 64, and their sums meet in shared memory. A warp keeps STAGES - 1 steps under way with cp.async.
+//           steps of 64, and their sums meet in shared memory. A warp keeps STAGES - 1 steps under way with cp.async,
+//           the first of the weight before its turn.
 // Grid      (rows / ROWS, outputs / (16 · TILES), stack), 32 · PARTS threads. Blocks of the same outputs follow each
 //           other, so that only the first of them reads its weights from memory.
 // Shared    Ring and sums, one after the other: PARTS times the larger of STAGES · sizeof(Stage) and sizeof(Sums).
@@ -14,6 +15,7 @@
 
 #include "parts.cuh"
 #include "ptx.cuh"
+#include "turn.cuh"
 
 constexpr int VECTORS = IN_FEATURES / 8;  // of a row, 16 bytes each
 
@@ -48,7 +50,7 @@ __device__ __forceinline__ void multiply(const Stage& stage, float (&sum)[TILES]
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
-    dense_mma(const uint4* __restrict__ x,       // [stack, rows, in / 8], 8 bfloat16 each, strides below
+    dense_mma(const uint4* x,                    // [stack, rows, in / 8], 8 bfloat16 each, strides below
               const uint4* __restrict__ weight,  // [stack, out, in / 8], 8 bfloat16 each
               OUT* __restrict__ y,               // [stack, rows, out], likewise
               int rows, int out_features, long long x_row, long long x_stack, long long y_row, long long y_stack)
@@ -62,37 +64,50 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
     const int row = first_row + row_of_lane, out = first_out + row_of_lane;
     const uint4* from_x = x + blockIdx.z * x_stack + row * x_row + first * (STEP / 8) + pair;
     const uint4* from_weight = weight + (size_t(blockIdx.z) * out_features + out) * VECTORS + first * (STEP / 8) + pair;
-    const auto fetch = [&](Stage& stage, int step) {
+    const auto exists = [&](int step, int half) {
+        return IN_FEATURES % STEP == 0 || (first + step) * (STEP / 8) + 4 * half + pair < VECTORS;
+    };
+    const auto fetch_weight = [&](Stage& stage, int step) {
 #pragma unroll
-        for (int half = 0; half < 2; ++half) {
-            const int vector = (first + step) * (STEP / 8) + 4 * half + pair;
-            const bool exists = IN_FEATURES % STEP == 0 || vector < VECTORS;
+        for (int half = 0; half < 2; ++half)
 #pragma unroll
             for (int tile = 0; tile < 2 * TILES; ++tile)
                 cp_async_16(&stage.weight[tile / 2][half][tile % 2][lane], from_weight + 8 * tile * VECTORS + 4 * half,
-                            exists && out + 8 * tile < out_features);
+                            exists(step, half) && out + 8 * tile < out_features);
+        from_weight += STEP / 8;
+    };
+    const auto fetch_x = [&](Stage& stage, int step) {
+#pragma unroll
+        for (int half = 0; half < 2; ++half)
 #pragma unroll
             for (int n = 0; n < ROWS / 8; ++n)
-                cp_async_16(&stage.x[n][half][lane], from_x + 8 * n * x_row + 4 * half, exists && row + 8 * n < rows);
-        }
-        from_weight += STEP / 8;
+                cp_async_16(&stage.x[n][half][lane], from_x + 8 * n * x_row + 4 * half,
+                            exists(step, half) && row + 8 * n < rows);
         from_x += STEP / 8;
     };
 
     Stage* const ring = reinterpret_cast<Stage*>(dynamic_shared) + part * STAGES;
     float sum[TILES][ROWS / 8][4] = {};
+    let_next_begin();
+#pragma unroll
+    for (int step = 0; step < STAGES - 1; ++step)
+        if (step < steps)
+            fetch_weight(ring[step], step);
+    wait_for_turn();
 #pragma unroll
     for (int step = 0; step < STAGES - 1; ++step) {
         if (step < steps)
-            fetch(ring[step], step);
+            fetch_x(ring[step], step);
         cp_async_commit();
     }
 #pragma unroll 1
     for (int step = 0; step < steps; ++step) {
         cp_async_wait<STAGES - 2>();
         const int ahead = step + STAGES - 1;
-        if (ahead < steps)
-            fetch(ring[ahead % STAGES], ahead);
+        if (ahead < steps) {
+            fetch_weight(ring[ahead % STAGES], ahead);
+            fetch_x(ring[ahead % STAGES], ahead);
+        }
         cp_async_commit();
         multiply(ring[step % STAGES], sum);
     }

@@ -7,6 +7,7 @@
 #include <cuda_bf16.h>
 
 #include "norm.cuh"
+#include "turn.cuh"
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
     latent_write(const float* compressed,  // [tokens, kv_lora + rope], token_stride apart
@@ -20,10 +21,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
 {
     const int token = blockIdx.x;
     const float* in = compressed + token * token_stride;
-    if (blockIdx.y == 0) {
-        Values latent, scale;
-        load_values(latent, in, kv_lora);
+    Values latent, scale;
+    let_next_begin();
+    if (blockIdx.y == 0)
         load_values(scale, weight, kv_lora);
+    wait_for_turn();
+    if (blockIdx.y == 0) {
+        load_values(latent, in, kv_lora);
         write_normed(latent, scale, cache + size_t(*prefix_len + token) * (kv_lora + 2 * pairs), kv_lora, eps);
         return;
     }

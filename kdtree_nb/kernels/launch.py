@@ -2,10 +2,7 @@
 
 import ctypes
 import functools
-import hashlib
-import os
 import sys
-import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -17,9 +14,8 @@ import ml_dtypes
 import numpy as np
 
 from kdtree_nb.kernels.emulator import KernelError, Program
-from kdtree_nb.kernels.emulator.build import cache_folder
-from kdtree_nb.kernels.nvrtc import compile_cubin, nvrtc_version
-from kdtree_nb.kernels.source import OPTIONS, Parameter, Source, read_source
+from kdtree_nb.kernels.gpu import GpuKernel, Processor, processor
+from kdtree_nb.kernels.source import Parameter, Source, read_source
 
 __all__ = [
     "Array",
@@ -43,8 +39,6 @@ MAX_THREADS = 1024
 MAX_BLOCK = (1024, 1024, 64)
 MAX_GRID = (2**31 - 1, 65535, 65535)
 MAX_SHARED_BYTES = 227 * 1024
-FREE_SHARED_BYTES = 48 * 1024
-"""Shared memory that a kernel may have without asking for more."""
 
 _BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 _SCALARS: dict[str, tuple[np.dtype, type[ctypes._SimpleCData]]] = {
@@ -121,23 +115,10 @@ def empty_beside(x: Array, shape: tuple[int, ...], dtype: Any) -> Array:
     return xp.empty(shape, stored_as(xp, dtype))
 
 
-class Processor(NamedTuple):
-    """Where kernels beside an array run: compute capability, and the shared memory that a block may have."""
-
-    capability: str
-    shared_bytes: int
-
-
 def processor_of(x: Array) -> Processor:
     """The GPU that an array is on; of the emulator, which has none, no capability."""
     device = _device(x)
-    return Processor("", MAX_SHARED_BYTES) if device is None else _processor(device)
-
-
-@functools.cache
-def _processor(device: int) -> Processor:
-    gpu = sys.modules["cupy"].cuda.Device(device)
-    return Processor(gpu.compute_capability, gpu.attributes["MaxSharedMemoryPerBlockOptin"])
+    return Processor("", MAX_SHARED_BYTES) if device is None else processor(device)
 
 
 def c_type(x: Array) -> str:
@@ -182,7 +163,6 @@ class Kernel:
         self.arch = arch
         self._file = source
         self._special: dict[frozenset[tuple[str, int | str]], Kernel] = {}
-        self._opted_in: dict[int, int] = {}  # by device: the shared memory that has been asked for
 
     def __repr__(self) -> str:
         return f"Kernel({self.source.name!r}, {self.name!r}, {self.defines})"
@@ -241,20 +221,15 @@ class Kernel:
             places = " and ".join(f"{name!r} on {_place(device)}" for device, name in devices.items())
             raise ValueError(f"{self.name}: arguments on different devices: {places}")
 
+        values = [
+            ctypes.c_void_p(address) if parameter.pointer else _SCALARS[parameter.type][1](value)
+            for parameter, address, value in zip(parameters, addresses, args, strict=True)
+        ]
         device = next(iter(devices), None)
-        values: list[Any]
         if device is None:
-            values = [
-                ctypes.c_void_p(address) if parameter.pointer else _SCALARS[parameter.type][1](value)
-                for parameter, address, value in zip(parameters, addresses, args, strict=True)
-            ]
             self._program.launch(self.name, grid, block, values, shared_bytes)
         else:
-            values = [
-                np.uintp(address or 0) if parameter.pointer else value
-                for parameter, address, value in zip(parameters, addresses, args, strict=True)
-            ]
-            self._launch_on_gpu(device, grid, block, tuple(values), shared_bytes)
+            self._gpu_kernel.launch(device, grid, block, values, shared_bytes)
 
     def _sizes(self, what: str, sizes: tuple[int, ...], most: tuple[int, int, int]) -> tuple[int, int, int]:
         x, y, z = (*sizes, 1, 1, 1)[:3]
@@ -310,52 +285,14 @@ class Kernel:
         return _program(self._file, tuple(self.defines.items()))
 
     @functools.cached_property
-    def _function(self) -> Any:
-        """CuPy's kernel: compiled for each device, and kept by CuPy."""
-        import cupy
-
-        if self.arch:
-            return cupy.RawModule(path=str(_cubin_file(self.source, self.arch, self.defines))).get_function(self.name)
-        macros = [f"-D{key}={value}" for key, value in self.defines.items()]
-        options = (*OPTIONS, *macros)
-        return cupy.RawModule(code=self.source.text, options=options, backend="nvrtc").get_function(self.name)
-
-    def _launch_on_gpu(
-        self,
-        device: int,
-        grid: tuple[int, int, int],
-        block: tuple[int, int, int],
-        values: tuple[Any, ...],
-        shared_bytes: int,
-    ) -> None:
-        with sys.modules["cupy"].cuda.Device(device) as on:
-            needed = shared_bytes + self._function.shared_size_bytes  # the kernel's own, whose size the source fixes
-            if needed > self._opted_in.get(device, FREE_SHARED_BYTES):
-                most = on.attributes["MaxSharedMemoryPerBlockOptin"]
-                if needed > most:
-                    raise ValueError(f"{self.name}: {needed} bytes of shared memory, GPU {device} has {most} a block")
-                self._function.max_dynamic_shared_size_bytes = shared_bytes
-                self._opted_in[device] = needed
-            self._function(grid, block, values, shared_mem=shared_bytes)
+    def _gpu_kernel(self) -> GpuKernel:
+        return GpuKernel(self.source, self.name, self.defines, self.arch)
 
 
 @functools.cache
 def _program(file: str | Path, defines: tuple[tuple[str, str], ...]) -> Program:
     """One library for all kernels of a source."""
     return Program(read_source(file), dict(defines))
-
-
-def _cubin_file(source: Source, arch: str, defines: Mapping[str, str]) -> Path:
-    """Machine code for one architecture in the cache, compiled if it is not there by this compiler."""
-    made_of = source.text, arch, sorted(defines.items()), OPTIONS, nvrtc_version()
-    key = hashlib.sha256(repr(made_of).encode()).hexdigest()[:20]
-    file = cache_folder("cubin") / f"{Path(source.name).stem}-{arch}-{key}.cubin"
-    if not file.exists():
-        code = compile_cubin(source, arch, defines).code
-        with tempfile.NamedTemporaryFile(dir=file.parent, delete=False) as own:  # others may write it at the same time
-            own.write(code)
-        os.replace(own.name, file)
-    return file
 
 
 def _on_gpu(x: Any) -> bool:

@@ -9,15 +9,17 @@
 #include <cuda_fp16.h>
 
 #include "gemm.cuh"
+#include "turn.cuh"
 
-extern "C" __global__ void moe_gate_up(const float* __restrict__ x,            // [tokens, in], row_stride apart
+extern "C" __global__ void moe_gate_up(const float* x,                         // [tokens, in], row_stride apart
                                        const VALUE* __restrict__ weights,      // [experts, 2 · width, in]: gate, then up
                                        const SCALE* __restrict__ scales,       // [experts, 2 · width, in / 32] or null
-                                       const int* __restrict__ block_experts, const int* __restrict__ block_pairs,
-                                       const int* __restrict__ num_blocks,
+                                       const int* block_experts, const int* block_pairs,
+                                       const int* num_blocks,
                                        float* __restrict__ activations,        // [pairs, width]
                                        int width, int in_features, int top_k, long long row_stride)
 {
+    take_turn();
     if (blockIdx.x >= *num_blocks)
         return;
     const int out = blockIdx.y * OUTPUTS + threadIdx.x / SLICES;
@@ -31,14 +33,15 @@ extern "C" __global__ void moe_gate_up(const float* __restrict__ x,            /
         activations[size_t(pair) * width + out] = gate * (1.0f / (1.0f + expf(-gate))) * up;
 }
 
-extern "C" __global__ void moe_down(const float* __restrict__ activations,   // [pairs, width]
+extern "C" __global__ void moe_down(const float* activations,                // [pairs, width]
                                     const VALUE* __restrict__ weights,       // [experts, hidden, width]
                                     const SCALE* __restrict__ scales,        // [experts, hidden, width / 32] or null
-                                    const int* __restrict__ block_experts, const int* __restrict__ block_pairs,
-                                    const int* __restrict__ num_blocks,
+                                    const int* block_experts, const int* block_pairs,
+                                    const int* num_blocks,
                                     float* __restrict__ outputs,             // [pairs, hidden]
                                     int hidden, int width)
 {
+    take_turn();
     if (blockIdx.x >= *num_blocks)
         return;
     const int out = blockIdx.y * OUTPUTS + threadIdx.x / SLICES;

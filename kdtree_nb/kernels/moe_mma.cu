@@ -10,13 +10,14 @@
 // Invariant An element's order of summation depends on PARTS and IN_FEATURES alone, whatever shares its block.
 constexpr int ROWS = 8;  // pairs of a block: each lane fetches from one of them
 
+#include "turn.cuh"
 #include "w4a16_mma.cuh"
 
 constexpr int HALF = OUTPUTS / 2;  // outputs of each half of the weight that a block computes
 
 // write(pair, i, first, second) gets output i of the weight's first half and that of its second, for each pair.
 template <class RowOf, class Write>
-__device__ __forceinline__ void grouped_product(const uint4* __restrict__ x, const uint4* __restrict__ codes,
+__device__ __forceinline__ void grouped_product(const uint4* x, const uint4* __restrict__ codes,
                                                 const uint4* __restrict__ scales,
                                                 const int* block_experts, const int* block_pairs,
                                                 const int* num_blocks, int tiles, int columns, RowOf row_of,
@@ -29,7 +30,7 @@ __device__ __forceinline__ void grouped_product(const uint4* __restrict__ x, con
     if (block >= blocks)
         return;
     const size_t first_tile = size_t(expert) * tiles + column * TILES;
-    const Sums* sums = sums_of_parts<1>(x, codes, scales, first_tile, row_of(max(pair, 0)), pair >= 0);
+    const Sums* sums = sums_of_parts<1>(x, codes, scales, first_tile, row_of(max(pair, 0)), pair >= 0, [] {});
 #pragma unroll 1
     for (int i = threadIdx.x; i < ROWS * HALF; i += THREADS) {
         const int row = i / HALF, of_half = i % HALF, out = of_half / 8 * 16 + of_half % 8;
@@ -39,13 +40,14 @@ __device__ __forceinline__ void grouped_product(const uint4* __restrict__ x, con
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
-    moe_gate_up_mma(const uint4* __restrict__ x,       // [tokens, in / 8], 8 bfloat16 each
+    moe_gate_up_mma(const uint4* x,                    // [tokens, in / 8], 8 bfloat16 each
                     const uint4* __restrict__ codes,   // [experts, tiles, steps, 32], by lane
                     const uint4* __restrict__ scales,  // [experts, tiles, steps, 4], 8 bfloat16 each
                     const int* block_experts, const int* block_pairs, const int* num_blocks,
                     __nv_bfloat16* __restrict__ activations,  // [pairs, width]
                     int tiles, int columns, int width, int top_k)
 {
+    take_turn();
     const auto token = [&](int pair) { return pair / top_k; };
     grouped_product(x, codes, scales, block_experts, block_pairs, num_blocks, tiles, columns, token,
                     [&](int pair, int i, float gate, float up) {
@@ -56,13 +58,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
-    moe_down_mma(const uint4* __restrict__ activations,  // [pairs, in / 8], 8 bfloat16 each
+    moe_down_mma(const uint4* activations,               // [pairs, in / 8], 8 bfloat16 each
                  const uint4* __restrict__ codes,        // [experts, tiles, steps, 32], by lane
                  const uint4* __restrict__ scales,       // [experts, tiles, steps, 4], 8 bfloat16 each
                  const int* block_experts, const int* block_pairs, const int* num_blocks,
                  float* __restrict__ outputs,            // [pairs, hidden]
                  int tiles, int columns, int hidden)
 {
+    take_turn();
     const int half = (hidden + 1) / 2;
     const auto row = [](int pair) { return pair; };
     grouped_product(activations, codes, scales, block_experts, block_pairs, num_blocks, tiles, columns, row,

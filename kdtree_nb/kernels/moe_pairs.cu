@@ -6,16 +6,18 @@
 // Invariant The order of an expert's pairs is left to chance, as a product's row does not depend on the rows beside it;
 //           a token's sum has the router's order.
 #include "reduce.cuh"
+#include "turn.cuh"
 
 constexpr int MAX_EXPERTS = 1024;
 constexpr int AT_ONCE = 12;  // outputs that moe_sum asks for before it adds the first: all that a token has, mostly
 
-extern "C" __global__ void moe_sort(const int* __restrict__ expert_ids,  // [pairs]
+extern "C" __global__ void moe_sort(const int* expert_ids,               // [pairs]
                                     int* __restrict__ block_experts,     // [max_blocks]
                                     int* __restrict__ block_pairs,       // [max_blocks, rows], −1: no pair
                                     int* __restrict__ num_blocks,        // [1]
                                     int pairs, int rows)
 {
+    take_turn();
     __shared__ int next[MAX_EXPERTS];  // how many pairs an expert has; then the place of its next one
     __shared__ int of_warp[32];
     const int expert = threadIdx.x, lane = expert % 32, warp = expert / 32;
@@ -51,12 +53,13 @@ extern "C" __global__ void moe_sort(const int* __restrict__ expert_ids,  // [pai
         block_pairs[atomicAdd(&next[expert_ids[pair]], 1)] = pair;
 }
 
-extern "C" __global__ void moe_sum(const float* __restrict__ outputs,         // [tokens, top_k, hidden]
-                                   const float* __restrict__ router_weights,  // [tokens, top_k]
-                                   const float* __restrict__ shared,          // [tokens, hidden] or null: added last
+extern "C" __global__ void moe_sum(const float* outputs,                      // [tokens, top_k, hidden]
+                                   const float* router_weights,               // [tokens, top_k]
+                                   const float* shared,                       // [tokens, hidden] or null: added last
                                    float* __restrict__ y,                     // [tokens, hidden]
                                    int hidden, int top_k)
 {
+    take_turn();
     const size_t token = blockIdx.x;
     const int i = blockIdx.y * blockDim.x + threadIdx.x;
     if (i >= hidden)

@@ -9,6 +9,7 @@
 // Invariant a token's choice depends on its own logits; the weights are added in the order of the choice.
 #include "order.cuh"
 #include "reduce.cuh"
+#include "turn.cuh"
 
 constexpr int MAX_EXPERTS = 1024;
 constexpr unsigned TAKEN = 0;  // less than any number's place in the order
@@ -42,13 +43,14 @@ __device__ __forceinline__ int take_best(Best& own, unsigned* places, int count)
     return id;
 }
 
-extern "C" __global__ void moe_route(const float* __restrict__ logits,  // [tokens, experts]
+extern "C" __global__ void moe_route(const float* logits,               // [tokens, experts]
                                      const float* __restrict__ bias,    // [experts]
                                      int* __restrict__ expert_ids,      // [tokens, top_k + shared]
                                      float* __restrict__ weights,       // [tokens, top_k + shared]
                                      int experts, int top_k, int shared, int groups, int top_groups, int normalize,
                                      float scaling)
 {
+    take_turn();
     __shared__ float score[MAX_EXPERTS];
     __shared__ unsigned choice[MAX_EXPERTS], group_choice[MAX_EXPERTS];
     __shared__ int chosen[MAX_EXPERTS];

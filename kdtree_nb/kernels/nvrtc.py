@@ -75,6 +75,17 @@ def compile_cubin(source: Source, arch: str, defines: Mapping[str, int | str] | 
     NvrtcError
         With the compiler's log, in lines of the ``.cu``.
     """
+    code, log = _compile(source, arch, defines, "CUBIN")
+    return Cubin(code, _resources(log))
+
+
+def compile_ptx(source: Source, arch: str, defines: Mapping[str, int | str] | None = None) -> str:
+    """The same down to PTX, for a virtual architecture such as ``compute_90a``."""
+    return _compile(source, arch, defines, "PTX")[0].decode().rstrip("\0")
+
+
+def _compile(source: Source, arch: str, defines: Mapping[str, int | str] | None, what: str) -> tuple[bytes, str]:
+    """What was asked for, and the compiler's log."""
     library = _required()
     nvrtc = _load(library)
     program = ctypes.c_void_p()
@@ -88,7 +99,7 @@ def compile_cubin(source: Source, arch: str, defines: Mapping[str, int | str] | 
         log = _output(nvrtc, program, "ProgramLog").decode(errors="replace").rstrip("\0")
         if failed:
             raise NvrtcError(f"{source.name} does not compile for {arch}\n{log.strip()}")
-        return Cubin(_output(nvrtc, program, "CUBIN"), _resources(log))
+        return _output(nvrtc, program, what), log
     finally:
         nvrtc.nvrtcDestroyProgram(ctypes.byref(program))
 

@@ -6,6 +6,7 @@
 #include <cuda_bf16.h>
 
 #include "norm.cuh"
+#include "turn.cuh"
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
     rms_norm(const float* x,       // [rows, features], row_stride apart
@@ -14,8 +15,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
              int features, float eps, long long row_stride)
 {
     Values row, scale;
-    load_values(row, x + blockIdx.x * row_stride, features);
+    let_next_begin();
     load_values(scale, weight, features);
+    wait_for_turn();
+    load_values(row, x + blockIdx.x * row_stride, features);
     write_normed(row, scale, y + size_t(blockIdx.x) * features, features, eps);
 }
 
@@ -29,9 +32,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
 {
     const size_t first = size_t(blockIdx.x) * features;
     Values row, added, scale;
+    let_next_begin();
+    load_values(scale, weight, features);
+    wait_for_turn();
     load_values(row, x + blockIdx.x * row_stride, features);
     load_values(added, delta + first, features);
-    load_values(scale, weight, features);
     sum += blockIdx.x * sum_stride;
     each_value(features, [&](int v, int i) { sum[i] = row[v] += added[v]; });
     write_normed(row, scale, y + first, features, eps);

@@ -6,15 +6,18 @@
 // Invariant elementwise.
 #include <cuda_bf16.h>
 
-extern "C" __global__ void split_queries(const float* __restrict__ x,        // [tokens, heads, nope + rope], strides below
+#include "turn.cuh"
+
+extern "C" __global__ void split_queries(const float* x,                     // [tokens, heads, nope + rope], strides below
                                          const float* __restrict__ cosines,  // [positions, rope / 2]
                                          const float* __restrict__ sines,    // [positions, rope / 2]
-                                         const int* __restrict__ prefix_len, // [1]
-                                         const int* __restrict__ depths,     // [tokens], −1 in padding
+                                         const int* prefix_len,              // [1]
+                                         const int* depths,                  // [tokens], −1 in padding
                                          OUT* __restrict__ plain,            // [tokens, heads, nope]
                                          OUT* __restrict__ absorbed,         // [tokens, heads, kv_lora + rope]
                                          int nope, int kv_lora, int pairs, long long x_token, long long x_head)
 {
+    take_turn();
     const int token = blockIdx.x, head = blockIdx.y;
     const size_t row = size_t(token) * gridDim.y + head;
     const float* in = x + token * x_token + head * x_head;

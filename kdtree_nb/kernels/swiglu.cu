@@ -5,10 +5,13 @@
 // Invariant elementwise.
 #include <cuda_bf16.h>
 
-extern "C" __global__ void swiglu(const float* __restrict__ gate_up,  // [rows, 2 · width]
+#include "turn.cuh"
+
+extern "C" __global__ void swiglu(const float* gate_up,               // [rows, 2 · width]
                                   OUT* __restrict__ y,                // [rows, width], float or bfloat16
                                   int width)
 {
+    take_turn();
     const size_t row = blockIdx.x;
     const int i = blockIdx.y * blockDim.x + threadIdx.x;
     if (i >= width)

@@ -4,8 +4,11 @@
 // Invariant elementwise.
 #include <cuda_bf16.h>
 
-extern "C" __global__ void to_bfloat16(const float* __restrict__ x, __nv_bfloat16* __restrict__ y, long long elements)
+#include "turn.cuh"
+
+extern "C" __global__ void to_bfloat16(const float* x, __nv_bfloat16* __restrict__ y, long long elements)
 {
+    take_turn();
     const long long i = blockIdx.x * (long long)(blockDim.x) + threadIdx.x;
     if (i < elements)
         y[i] = __nv_bfloat16(x[i]);

@@ -11,6 +11,7 @@
 //           all different.
 #include "order.cuh"
 #include "reduce.cuh"
+#include "turn.cuh"
 
 constexpr int MAX_K = 1024;
 constexpr int SEGMENT = 10240;
@@ -85,10 +86,11 @@ __device__ void write_sorted(const Key* found, int k, float* log_probs, int* tok
 }
 
 extern "C" __global__ void __launch_bounds__(MAX_THREADS)
-top_k_sums(const float* __restrict__ logits,  // [L, vocab]
+top_k_sums(const float* logits,               // [L, vocab]
            float2* __restrict__ sums,         // [L, segments] the highest logit, Σ exp(logit − highest)
            int vocab)
 {
+    take_turn();
     const int first = blockIdx.y * SEGMENT, end = min(vocab, first + SEGMENT);
     const float* row = logits + size_t(blockIdx.x) * vocab;
     float mine[SEGMENT / MAX_THREADS];  // all on their way at once
@@ -108,13 +110,14 @@ top_k_sums(const float* __restrict__ logits,  // [L, vocab]
 }
 
 extern "C" __global__ void __launch_bounds__(MAX_THREADS)
-top_k(const float* __restrict__ logits,  // [L, vocab]
-      const float2* __restrict__ sums,   // [L, segments]
+top_k(const float* logits,               // [L, vocab]
+      const float2* sums,                // [L, segments]
       Key* __restrict__ keys,            // [L, segments, k] if there is more than one, 0 where a segment has fewer
       float* __restrict__ log_probs,     // [L, k] if there is one
       int* __restrict__ token_ids,       // [L, k] the same
       int vocab, int k)
 {
+    take_turn();
     __shared__ Key found[MAX_K];
     const int segments = gridDim.y, first = blockIdx.y * SEGMENT, n = min(SEGMENT, vocab - first);
     const float* row = logits + size_t(blockIdx.x) * vocab;
@@ -138,11 +141,12 @@ top_k(const float* __restrict__ logits,  // [L, vocab]
 }
 
 extern "C" __global__ void __launch_bounds__(MAX_THREADS)
-top_k_join(const Key* __restrict__ keys,   // [L, segments, k]
+top_k_join(const Key* keys,                // [L, segments, k]
            float* __restrict__ log_probs,  // [L, k]
            int* __restrict__ token_ids,    // [L, k]
            int segments, int k)
 {
+    take_turn();
     __shared__ Key found[MAX_K];
     keys += size_t(blockIdx.x) * segments * k;
     select(segments * k, k, [&](int i) { return keys[i]; }, found);

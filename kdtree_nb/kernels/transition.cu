@@ -7,19 +7,21 @@
 // Invariant a row depends on its depth's marginals and its parent alone; every sum has a fixed order.
 // NaN       counts as −inf, wherever it comes from.
 #include "reduce.cuh"
+#include "turn.cuh"
 
 constexpr int MAX_K = 256;  // and the threads of a block: each has one candidate, and one number of the parent's row
 constexpr int MAX_RANK = 256;
 
-extern "C" __global__ void condition(const float* __restrict__ log_probs,     // [L, width] marginals
-                                     const int* __restrict__ token_ids,       // [L, width]
-                                     const float* __restrict__ gates,         // [L, rank]
+extern "C" __global__ void condition(const float* log_probs,                  // [L, width] marginals
+                                     const int* token_ids,                    // [L, width]
+                                     const float* gates,                      // [L, rank]
                                      const float* __restrict__ parent_table,  // [vocab, rank]
                                      const float* __restrict__ child_table,   // [vocab, rank]
                                      float* __restrict__ conditionals,        // [L, width, width], descending
                                      int* __restrict__ children,              // [L, width, width]
                                      int width, int rank)
 {
+    take_turn();
     __shared__ float hidden[MAX_RANK];
     __shared__ float value[MAX_K];  // of each candidate: its score, then its log-probability
     const int depth = blockIdx.x / width, parent = blockIdx.x % width, thread = threadIdx.x;

@@ -4,15 +4,17 @@
 // Grid      1 block of 32 threads.
 // Padding   has the token −1 and the parent −1, so that no walk enters it.
 #include "reduce.cuh"
+#include "turn.cuh"
 
-extern "C" __global__ void tree_accept(const int* __restrict__ tokens,   // [nodes]
-                                       const int* __restrict__ parents,  // [nodes]
-                                       const int* __restrict__ targets,  // [nodes] the target's token after each node
+extern "C" __global__ void tree_accept(const int* tokens,                // [nodes]
+                                       const int* parents,               // [nodes]
+                                       const int* targets,               // [nodes] the target's token after each node
                                        int* __restrict__ path,           // [max_path] accepted nodes, root first; then −1
                                        int* __restrict__ committed,      // [max_path] accepted drafts, bonus; then −1
                                        int* __restrict__ length,         // [1] of both
                                        int nodes, int max_path)
 {
+    take_turn();
     int node = 0, count = 0;
     while (true) {
         const int target = targets[node];

@@ -9,6 +9,7 @@
 // Invariant where a key is summed depends on its position alone, so a row has the same bits alone, in a prompt, in
 //           a chain or in a tree, wherever its cache rows lie.
 #include "reduce.cuh"
+#include "turn.cuh"
 
 constexpr int SPLIT = 512;
 constexpr int TILE = 64;
@@ -16,15 +17,16 @@ constexpr int HEADS = 8;          // a block's heads: one for each of its warps
 constexpr int THREADS = 32 * HEADS;
 constexpr int MAX_DIMS = 4;       // latent dimensions a thread accumulates: kv_lora up to 1,024
 
-extern "C" __global__ void attend_split(const float* __restrict__ queries,    // [N, heads, kv_lora + rope]
-                                        const float* __restrict__ cache,      // [capacity, kv_lora + rope]
-                                        const int* __restrict__ prefix_len,   // [1]
-                                        const int* __restrict__ parents,      // [N]
-                                        const int* __restrict__ depths,       // [N], −1 in padding
+extern "C" __global__ void attend_split(const float* queries,                 // [N, heads, kv_lora + rope]
+                                        const float* cache,                   // [capacity, kv_lora + rope]
+                                        const int* prefix_len,                // [1]
+                                        const int* parents,                   // [N]
+                                        const int* depths,                    // [N], −1 in padding
                                         float* __restrict__ partial,          // [rows, splits, heads, kv_lora]
                                         float* __restrict__ stats,            // [rows, splits, heads, 2]: maximum, sum
                                         int first_row, int heads, int kv_lora, int latent, float scale)
 {
+    take_turn();
     extern __shared__ unsigned char dynamic_shared[];
     float* query = reinterpret_cast<float*>(dynamic_shared);  // [HEADS, latent]
     __shared__ float score[HEADS][TILE];
@@ -108,13 +110,14 @@ extern "C" __global__ void attend_split(const float* __restrict__ queries,    //
     }
 }
 
-extern "C" __global__ void combine_splits(const float* __restrict__ partial,   // [rows, splits, heads, kv_lora]
-                                          const float* __restrict__ stats,     // [rows, splits, heads, 2]
-                                          const int* __restrict__ prefix_len,  // [1]
-                                          const int* __restrict__ depths,      // [N], −1 in padding
+extern "C" __global__ void combine_splits(const float* partial,                // [rows, splits, heads, kv_lora]
+                                          const float* stats,                  // [rows, splits, heads, 2]
+                                          const int* prefix_len,               // [1]
+                                          const int* depths,                   // [N], −1 in padding
                                           float* __restrict__ output,          // [N, heads, kv_lora]
                                           int first_row, int splits, int kv_lora)
 {
+    take_turn();
     const int row = first_row + blockIdx.x, head = blockIdx.y, heads = gridDim.y;
     const int used = depths[row] < 0 ? 0 : (*prefix_len + depths[row]) / SPLIT + 1;
     const float* stat = stats + (size_t(blockIdx.x) * splits * heads + head) * 2;

@@ -7,18 +7,20 @@
 // Shared    What each split has found.
 // Invariant The order of a sum follows from the number of splits, and that from the row's position alone.
 #include "tree_attention.cuh"
+#include "turn.cuh"
 
 constexpr int LANES = KV_LORA / 4;
 constexpr int AT_ONCE = 8;  // a thread's loads under way
 
 extern "C" __global__ void __launch_bounds__(LANES)
-    combine_splits(const float4* __restrict__ partial,  // [rows, room, heads, KV_LORA / 4]
-                   const float2* __restrict__ stats,    // [rows, room, heads]
-                   const int* __restrict__ prefix_len,  // [1]
-                   const int* __restrict__ depths,      // [N], −1 in padding
+    combine_splits(const float4* partial,               // [rows, room, heads, KV_LORA / 4]
+                   const float2* stats,                 // [rows, room, heads]
+                   const int* prefix_len,               // [1]
+                   const int* depths,                   // [N], −1 in padding
                    uint2* __restrict__ output,          // [N, heads, KV_LORA / 4], bfloat16
                    int first_row, int room, int min_splits, int max_splits)
 {
+    take_turn();
     extern __shared__ __align__(8) unsigned char dynamic_shared[];
     float2* const found = reinterpret_cast<float2*>(dynamic_shared);  // [splits]
     const int row = blockIdx.x, head = blockIdx.y, heads = gridDim.y, depth = depths[first_row + row], i = threadIdx.x;

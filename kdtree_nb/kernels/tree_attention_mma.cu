@@ -15,6 +15,7 @@
 
 #include "ptx.cuh"
 #include "tree_attention.cuh"
+#include "turn.cuh"
 
 constexpr int LATENT = KV_LORA + ROPE;
 constexpr int CHUNKS = LATENT / 8;               // 16 bytes each
@@ -46,15 +47,16 @@ __device__ __forceinline__ void load_keys(unsigned (&b)[2], const uint4* keys, i
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
-    attend_split(const uint4* __restrict__ queries,   // [N, heads, LATENT / 8], 8 bfloat16 each
-                 const uint4* __restrict__ cache,     // [capacity, LATENT / 8]
-                 const int* __restrict__ prefix_len,  // [1]
-                 const int* __restrict__ parents,     // [N]
-                 const int* __restrict__ depths,      // [N], −1 in padding
+    attend_split(const uint4* queries,                // [N, heads, LATENT / 8], 8 bfloat16 each
+                 const uint4* cache,                  // [capacity, LATENT / 8]
+                 const int* prefix_len,               // [1]
+                 const int* parents,                  // [N]
+                 const int* depths,                   // [N], −1 in padding
                  float2* __restrict__ partial,        // [rows, splits, heads, KV_LORA / 2]
                  float2* __restrict__ stats,          // [rows, splits, heads]: largest score, sum of weights
                  int first_row, int nodes, int heads, int min_splits, int max_splits, float scale)
 {
+    take_turn();
     extern __shared__ __align__(16) unsigned char dynamic_shared[];
     uint4* const query = reinterpret_cast<uint4*>(dynamic_shared);                 // [ROWS, PITCH]
     uint4* const ring = query + ROWS * PITCH;                                      // [STAGES, TILE, PITCH]

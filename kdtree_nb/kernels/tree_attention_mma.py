@@ -8,7 +8,8 @@ import numpy as np
 from ml_dtypes import bfloat16
 
 from kdtree_nb.kernels.gemm import check_bfloat16
-from kdtree_nb.kernels.launch import Array, Kernel, Processor, array_module, processor_of, runs_cuda
+from kdtree_nb.kernels.gpu import Processor
+from kdtree_nb.kernels.launch import Array, Kernel, array_module, processor_of, runs_cuda
 from kdtree_nb.kernels.nvrtc import find_nvrtc
 from kdtree_nb.kernels.tree_attention import check_shapes, scratch
 from kdtree_nb.reference import attention as reference

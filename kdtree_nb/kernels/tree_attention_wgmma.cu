@@ -12,6 +12,7 @@
 //           a row's reference is raised follows from the row's scores alone, whoever calls for it.
 #include "ptx.cuh"
 #include "tree_attention.cuh"
+#include "turn.cuh"
 
 constexpr int LATENT = KV_LORA + ROPE;
 constexpr int CHUNKS = LATENT / 8;                           // 16 bytes each
@@ -25,15 +26,16 @@ constexpr float MOST = 8.0f;
 constexpr int STEPS = LATENT / 16, HELD = STEPS < 16 ? STEPS : 16;  // the last from registers
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
-    attend_split_wgmma(const uint4* __restrict__ queries,   // [N, heads, LATENT / 8], 8 bfloat16 each
-                       const uint4* __restrict__ cache,     // [capacity, LATENT / 8]
-                       const int* __restrict__ prefix_len,  // [1]
-                       const int* __restrict__ parents,     // [N]
-                       const int* __restrict__ depths,      // [N], −1 in padding
+    attend_split_wgmma(const uint4* queries,                // [N, heads, LATENT / 8], 8 bfloat16 each
+                       const uint4* cache,                  // [capacity, LATENT / 8]
+                       const int* prefix_len,               // [1]
+                       const int* parents,                  // [N]
+                       const int* depths,                   // [N], −1 in padding
                        float2* __restrict__ partial,        // [rows, splits, heads, KV_LORA / 2]
                        float2* __restrict__ stats,          // [rows, splits, heads]: reference, sum of weights
                        int first_row, int nodes, int heads, int min_splits, int max_splits, float scale)
 {
+    take_turn();
     extern __shared__ __align__(1024) unsigned char dynamic_shared[];
     uint4* const query = reinterpret_cast<uint4*>(dynamic_shared);               // [BLOCKS, 64, 8]
     uint4* const ring = query + BLOCKS * BLOCK;                                  // [2, BLOCKS, TILE, 8]

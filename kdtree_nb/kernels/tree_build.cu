@@ -16,6 +16,7 @@
 #include "ptx.cuh"
 #include "rate.cuh"
 #include "reduce.cuh"
+#include "turn.cuh"
 
 constexpr int MAX_NODES = 1025;              // the root included
 constexpr int SLOTS = 32 * 32;               // the last node's is never looked at
@@ -78,12 +79,12 @@ __device__ Best better(Best a, Best b, const Child* slots, const Node* nodes)
 }
 
 extern "C" __global__ void __launch_bounds__(256)
-tree_build(const int* __restrict__ root,         // [1] the last committed token
-           const float* __restrict__ log_probs,  // [·, width], descending; or
+tree_build(const int* root,                      // [1] the last committed token
+           const float* log_probs,               // [·, width], descending; or
                                                  // [·, width, width] with children
-           const int* __restrict__ token_ids,    // [·, width]
-           const int* __restrict__ children,     // [·, width, width]; null: marginals
-           const float* __restrict__ costs,      // [budget + 1] seconds; null: no cut
+           const int* token_ids,                 // [·, width]
+           const int* children,                  // [·, width, width]; null: marginals
+           const float* costs,                   // [budget + 1] seconds; null: no cut
            int* __restrict__ tokens,             // [budget + 1], −1 in padding
            int* __restrict__ parents,            // [budget + 1], −1 for the root, in padding
            int* __restrict__ depths,             // [budget + 1], −1 in padding
@@ -93,6 +94,7 @@ tree_build(const int* __restrict__ root,         // [1] the last committed token
            int ranks,  // of a row that a tree within the budget can come to
            int near)   // of them in shared memory
 {
+    take_turn();
     extern __shared__ __align__(16) unsigned char dynamic_shared[];
     __shared__ Node nodes[MAX_NODES];
     __shared__ float score[MAX_NODES];

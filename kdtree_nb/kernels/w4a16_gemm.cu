@@ -7,14 +7,16 @@
 #include <cuda_fp16.h>
 
 #include "gemm.cuh"
+#include "turn.cuh"
 
-extern "C" __global__ void w4a16_gemm(const float* __restrict__ x,        // [stack, rows, in], x_stack and x_row apart
+extern "C" __global__ void w4a16_gemm(const float* x,                     // [stack, rows, in], x_stack and x_row apart
                                       const uint4* __restrict__ qweight,  // [stack, out, in / 32], 32 codes each
                                       const SCALE* __restrict__ scales,   // [stack, out, in / 32]
                                       float* __restrict__ y,              // [stack, rows, out], likewise
                                       int rows, int out_features, int in_features, long long x_row,
                                       long long x_stack, long long y_row, long long y_stack)
 {
+    take_turn();
     const Int4Weight<SCALE> w(qweight, scales, size_t(blockIdx.z) * out_features, in_features);
     gemm(w, x, y, rows, out_features, x_row, x_stack, y_row, y_stack);
 }

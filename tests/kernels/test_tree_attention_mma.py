@@ -10,7 +10,8 @@ from ml_dtypes import bfloat16
 
 from kdtree_nb.config.model import MAX_KV_LORA
 from kdtree_nb.kernels import tree_attention_mma as module
-from kdtree_nb.kernels.launch import MAX_SHARED_BYTES, Processor, processor_of
+from kdtree_nb.kernels.gpu import Processor
+from kdtree_nb.kernels.launch import MAX_SHARED_BYTES, processor_of
 from kdtree_nb.kernels.tree_attention_mma import (
     HOPPER,
     MAX_PATH,

@@ -74,11 +74,12 @@ __device__ __forceinline__ void multiply(const Stage& stage, float (&sum)[TILES]
 // first_tile  the block's
 // row         of x for this lane, which is row lane / 4 of the block; of ROWS > 8, the lane's next are 8 rows further
 // rows_left   how many rows there are from this one on: a row that there is not is taken for zeros
-template <int UNROLL>
-__device__ __forceinline__ const Sums* sums_of_parts(const uint4* __restrict__ x,       // [rows, IN_FEATURES / 8]
+// before_x    is called once, when the first of the weight is on its way
+template <int UNROLL, class BeforeX>
+__device__ __forceinline__ const Sums* sums_of_parts(const uint4* x,                    // [rows, IN_FEATURES / 8]
                                                      const uint4* __restrict__ codes,   // [tiles, STEPS, 32]
                                                      const uint4* __restrict__ scales,  // [tiles, STEPS, 4]
-                                                     size_t first_tile, int row, int rows_left)
+                                                     size_t first_tile, int row, int rows_left, BeforeX before_x)
 {
     const int part = threadIdx.x / 32, lane = threadIdx.x % 32, row_of_lane = lane / 4, pair = lane % 4;
     const int first = part * PER_PART;
@@ -89,12 +90,16 @@ __device__ __forceinline__ const Sums* sums_of_parts(const uint4* __restrict__ x
     const uint4* from_codes = codes + weight * 32 + lane;
     const uint4* from_scales = scales + (weight + row_of_lane * STEPS) * 4 + pair;  // of tile row_of_lane
     const uint4* from_x = x + (size_t(row) * IN_FEATURES + first * STEP) / 8 + pair;
-    const auto fetch = [&](Stage& stage, int step) {
+    const auto fetch_weight = [&](Stage& stage) {
 #pragma unroll
         for (int t = 0; t < TILES; ++t)
             cp_async_16(&stage.codes[t][lane], from_codes + t * STEPS * 32);
         if (lane < 4 * TILES)
             cp_async_16(&stage.scales[row_of_lane][pair], from_scales);
+        from_codes += 32;
+        from_scales += 4;
+    };
+    const auto fetch_x = [&](Stage& stage, int step) {
         const bool whole = IN_FEATURES % STEP == 0 || first + step < STEPS - 1;
 #pragma unroll
         for (int n = 0; n < ROWS / 8; ++n) {
@@ -102,17 +107,20 @@ __device__ __forceinline__ const Sums* sums_of_parts(const uint4* __restrict__ x
             cp_async_16(&stage.x[n][0][lane], from, 8 * n < rows_left);
             cp_async_16(&stage.x[n][1][lane], from + 4, 8 * n < rows_left && whole);
         }
-        from_codes += 32;
-        from_scales += 4;
         from_x += STEP / 8;
     };
 
     Stage* const ring = reinterpret_cast<Stage*>(dynamic_shared) + part * STAGES;
     float sum[TILES][ROWS / 8][4] = {};
 #pragma unroll
+    for (int step = 0; step < STAGES - 1; ++step)
+        if (step < steps)
+            fetch_weight(ring[step]);
+    before_x();
+#pragma unroll
     for (int step = 0; step < STAGES - 1; ++step) {
         if (step < steps)
-            fetch(ring[step], step);
+            fetch_x(ring[step], step);
         cp_async_commit();
     }
 #pragma unroll UNROLL
@@ -120,8 +128,10 @@ __device__ __forceinline__ const Sums* sums_of_parts(const uint4* __restrict__ x
         cp_async_wait<STAGES - 2>();
         __syncwarp();  // the other lanes' copies as well; and all have read the slot that is now free
         const int ahead = step + STAGES - 1;
-        if (ahead < steps)
-            fetch(ring[ahead % STAGES], ahead);
+        if (ahead < steps) {
+            fetch_weight(ring[ahead % STAGES]);
+            fetch_x(ring[ahead % STAGES], ahead);
+        }
         cp_async_commit();
         multiply(ring[step % STAGES], sum);
     }
