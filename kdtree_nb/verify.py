@@ -29,7 +29,7 @@ BF16_DRAFT_TOLERANCE, BF16_ROUNDS = 1 / 4, 1 / 2
 """How near bfloat16's drafts are to the specification's in float32, in nats of a candidate, and in how many rounds.
 
 Behind both roundings, the target's of what the drafter reads and its own, a round's largest difference of all
-candidates is 0.02 to 0.1 in random models, and about as much in the trained one.
+candidates is 0.02 to 0.2 in random models; in the trained one, of more candidates, the median is 0.07, the largest 0.4.
 """
 NODE_BUDGET = 16
 NEW_TOKENS, EMULATED_TOKENS = 500, 24
