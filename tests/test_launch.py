@@ -228,7 +228,11 @@ class GpuArray:
         self.itemsize = array.itemsize
         self.data = SimpleNamespace(ptr=array.ctypes.data)
         self.device = SimpleNamespace(id=device)
-        self.__cuda_array_interface__ = array.__array_interface__
+        self._interface = array.__array_interface__
+
+    @property
+    def __cuda_array_interface__(self) -> dict[str, object]:
+        return self._interface
 
 
 class TestCupy:

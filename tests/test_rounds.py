@@ -54,9 +54,11 @@ class Recorded:
 
     def __init__(self, function: Callable[..., Any], *arguments: Any) -> None:
         self.function, self.arguments, self.result = function, arguments, None
+        self.launches = 0
         Recorded.made += 1
 
     def launch(self) -> Any:
+        self.launches += 1
         result = self.function(*self.arguments)
         if self.result is None:
             self.result = result
@@ -98,6 +100,36 @@ def test_graphs_that_are_forgotten_change_no_token(
             expected = text_of(engine, plain, "ar", Budget(0), seed, sampling)
             assert text_of(engine, drafting, decoder, budget, seed, sampling) == expected
     assert Recorded.made > 5
+
+
+def test_a_recorded_prompt_is_the_prompt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Chunks of 64 rows, the last one padded where it fits: cache, drafter and text are as without recording."""
+    target = build_text_model(tmp_path, eos_token_ids=())
+    drafter = build_drafter_beside(target)
+    monkeypatch.setattr(rounds, "Graph", Recorded)
+    engine = Engine(Bundle.open(target.path), Bundle.open(drafter.path), 200, Device("cuda", np))
+    random, chunks = np.random.default_rng(0), 0
+    with emulated():
+        recorded = Rounds(engine.model, engine.drafter, 230)
+        for length in (1, 2, 64, 65, 66, 129, 131, 192, 194, 3):
+            prompt = random.integers(0, engine.config.vocab_size, length, np.int32)
+            plain = Rounds(engine.model, engine.drafter, 230)
+            monkeypatch.setattr(plain, "unattended", lambda drafts: False)
+            for of in (recorded, plain):
+                of.begin(prompt, 5, Sampling())
+            assert recorded.cache.length[0] == plain.cache.length[0] == length - 1
+            for found, expected in (
+                (recorded.cache.rows, plain.cache.rows),
+                (recorded.drafter._keys, plain.drafter._keys),  # type: ignore[attr-defined]
+                (recorded.drafter._values, plain.drafter._values),  # type: ignore[attr-defined]
+            ):
+                np.testing.assert_array_equal(found[:, : length - 1], expected[:, : length - 1])
+            texts = [decode(of, prompt, 5, "ddtree", Budget(3), Sampling()).tokens for of in (recorded, plain)]
+            assert texts[0] == texts[1]
+            chunks += 2 * min(-(-(length - 1) // 64), 3)  # a fourth would end behind the last position
+    graph = recorded._graphs["prompt"]
+    assert isinstance(graph, Recorded)
+    assert graph.launches == chunks - 1
 
 
 CUTS = [{}, {"top_k": 3}, {"top_p": 0.7}, {"top_k": 9, "top_p": 0.9}]

@@ -35,7 +35,8 @@ class ForwardPass(NamedTuple):
 class Model:
     """DeepSeek-V3 with absorbed attention: the key and value halves of ``kv_b_proj`` act on queries and outputs.
 
-    What enters a product has the weights' dtype; residuals, norms, softmax, router and logits are float32.
+    What enters a product has the weights' dtype; residuals, norms, softmax, router and logits are float32. No token may
+    lie beyond the first ``capacity`` positions.
 
     Raises
     ------
@@ -47,6 +48,7 @@ class Model:
         self.config = config
         self.weights = weights
         self.device = device
+        self.capacity = capacity
         self._scale = softmax_scale(config)
         cosines, sines = rope_table(rotation_of(config), np.arange(capacity))
         self._rope_table = device.put(cosines), device.put(sines)

@@ -104,6 +104,7 @@ class Rounds:
         self.of, self.drafter = drafter, drafter.start(self.cache)
         xp = self.device.xp
         self.root, self.left, self.sampling = xp.zeros(1, np.int32), xp.zeros(1, np.int32), xp.zeros(WORDS, np.uint64)
+        self._chunk = tuple(xp.zeros(size, np.int32) for size in (PREFILL_ROWS, PREFILL_ROWS, PREFILL_ROWS, 1))
         self._alone = DraftTree(self.root, xp.full(1, -1, np.int32), xp.zeros(1, np.int32), xp.zeros(1, np.float32), 1)
         self._mailbox = Mailbox(self.device, 2 + 2 * (1 + MAX_BUDGET))
         self._paid = 0.0
@@ -113,11 +114,26 @@ class Rounds:
     def begin(self, prompt: np.ndarray, limit: int, sampling: Sampling) -> None:
         """Start a text: all tokens of the prompt but the last are committed, a chunk of rows at a time."""
         self.cache.length[:] = 0
-        prefill(self.model, self.cache, prompt[:-1], self.drafter)
+        self._read_prompt(prompt[:-1])
         self.root[:] = int(prompt[-1])
         self.left[:] = limit
         self.sampling[:] = self.device.put(sampling.words())
         self._paid = 0.0
+
+    def _read_prompt(self, tokens: np.ndarray) -> None:
+        """As :func:`prefill`; a GPU records a whole chunk, whose last rows are padding where a prompt ends."""
+        room = min(self.rows, self.model.capacity)
+        for start in range(0, len(tokens), PREFILL_ROWS):
+            chunk = tokens[start : start + PREFILL_ROWS]
+            if self.unattended(False) and start + PREFILL_ROWS <= room:
+                for place, column in zip(self._chunk, chunk_columns(chunk, PREFILL_ROWS), strict=True):
+                    place[:] = self.device.put(column)
+                self._do("prompt", True, self._commit_chunk)
+            else:
+                prefill(self.model, self.cache, chunk, self.drafter)
+
+    def _commit_chunk(self) -> None:
+        commit_chunk(self.model, self.cache, self.drafter, *self._chunk)
 
     def record(self, decoder: str, budget: Budget) -> None:
         """Record the passes among which a budget with costs chooses; a text would have to wait for each in its midst.
@@ -258,14 +274,33 @@ class Rounds:
 
 def prefill(model: Model, cache: LatentCache, tokens: np.ndarray, drafter: Drafter | None = None) -> None:
     """Commit a prompt's latents, a chunk of rows at a time, and show them to the drafter; no logits are computed."""
-    taps, put = drafter.taps if drafter else (), model.device.put
     for start in range(0, len(tokens), PREFILL_ROWS):
         chunk = tokens[start : start + PREFILL_ROWS]
-        rows = np.arange(len(chunk), dtype=np.int32)
-        _, features = model.forward(put(chunk), put(rows - 1), put(rows), cache, taps, logits_of=slice(0))
-        if drafter and taps:
-            drafter.observe(features)
-        cache.commit(put(rows), put(np.array([len(chunk)], np.int32)))
+        commit_chunk(model, cache, drafter, *map(model.device.put, chunk_columns(chunk, len(chunk))))
+
+
+def chunk_columns(tokens: np.ndarray, rows: int) -> tuple[np.ndarray, ...]:
+    """A chain of tokens for :func:`commit_chunk`: tokens, parents, depths int32 [rows], −1 in padding, and how many."""
+    columns = np.full((3, rows), -1, np.int32)
+    columns[:, : len(tokens)] = tokens, np.arange(-1, len(tokens) - 1), np.arange(len(tokens))
+    return *columns, np.array([len(tokens)], np.int32)
+
+
+def commit_chunk(
+    model: Model,
+    cache: LatentCache,
+    drafter: Drafter | None,
+    tokens: Array,
+    parents: Array,
+    depths: Array,
+    count: Array,
+) -> None:
+    """Commit the first ``count`` of a chunk's tokens, and show them to the drafter."""
+    taps = drafter.taps if drafter else ()
+    _, features = model.forward(tokens, parents, depths, cache, taps, logits_of=slice(0))
+    if drafter and taps:
+        drafter.observe(features)
+    cache.commit(depths, count)  # a chain's node i is its i-th row
 
 
 def checked(proposal: Proposal, vocab_size: int) -> Proposal:

@@ -88,7 +88,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
 
     Stage* const ring = reinterpret_cast<Stage*>(dynamic_shared) + part * STAGES;
     float sum[TILES][ROWS / 8][4] = {};
-    let_next_begin();
 #pragma unroll
     for (int step = 0; step < STAGES - 1; ++step)
         if (step < steps)
@@ -112,6 +111,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
         multiply(ring[step % STAGES], sum);
     }
 
+    let_next_begin();
     const Sums* sums = leave_sums(sum, part, row_of_lane, pair);
     const int rows_here = min(ROWS, rows - first_row);
 #pragma unroll 1

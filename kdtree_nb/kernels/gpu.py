@@ -60,6 +60,7 @@ class GpuKernel:
     def __init__(self, source: Source, name: str, defines: Mapping[str, str], arch: str | None) -> None:
         self.source, self.name, self.defines, self.arch = source, name, defines, arch
         self._takes_turns = TURNS in source.text
+        self._loaded: dict[int, tuple[int, int]] = {}  # by device: its handle there, its own shared memory
         self._opted_in: dict[int, int] = {}  # by device: the shared memory that has been asked for
 
     @functools.cached_property
@@ -90,7 +91,10 @@ class GpuKernel:
         """
         cuda = sys.modules["cupy"].cuda
         with cuda.Device(device):
-            needed = shared_bytes + self._function.shared_size_bytes  # the kernel's own, whose size the source fixes
+            if device not in self._loaded:
+                self._loaded[device] = self._function.kernel.ptr, self._function.shared_size_bytes
+            function, own_bytes = self._loaded[device]
+            needed = shared_bytes + own_bytes
             capability, most = processor(device)
             if needed > self._opted_in.get(device, FREE_SHARED_BYTES):
                 if needed > most:
@@ -98,8 +102,7 @@ class GpuKernel:
                 self._function.max_dynamic_shared_size_bytes = shared_bytes
                 self._opted_in[device] = needed
             early = self._takes_turns and _recording.get() and int(capability) >= 90
-            function, stream = self._function.kernel.ptr, cuda.get_current_stream().ptr
-            driver.launch(function, grid, block, shared_bytes, stream, arguments, early)
+            driver.launch(function, grid, block, shared_bytes, cuda.get_current_stream().ptr, arguments, early)
 
 
 def _cubin_file(source: Source, arch: str, defines: Mapping[str, str]) -> Path:

@@ -296,7 +296,7 @@ def _program(file: str | Path, defines: tuple[tuple[str, str], ...]) -> Program:
 
 
 def _on_gpu(x: Any) -> bool:
-    return not isinstance(x, np.ndarray) and hasattr(x, "__cuda_array_interface__")
+    return not isinstance(x, np.ndarray) and hasattr(type(x), "__cuda_array_interface__")  # to read it takes long
 
 
 def address_of(array: Any) -> int:

@@ -19,7 +19,7 @@ extern "C" __global__ void moe_gate_up(const float* x,                         /
                                        float* __restrict__ activations,        // [pairs, width]
                                        int width, int in_features, int top_k, long long row_stride)
 {
-    take_turn();
+    wait_for_turn();
     if (blockIdx.x >= *num_blocks)
         return;
     const int out = blockIdx.y * OUTPUTS + threadIdx.x / SLICES;
@@ -28,6 +28,7 @@ extern "C" __global__ void moe_gate_up(const float* x,                         /
     auto row = [&](int r) { return pairs[r] < 0 ? nullptr : x + pairs[r] / top_k * row_stride; };
     const float gate = gemm_tile(WEIGHT(weights, scales, first_out, in_features), out, out < width, row);
     const float up = gemm_tile(WEIGHT(weights, scales, first_out + width, in_features), out, out < width, row);
+    let_next_begin();
     const int pair = pairs[threadIdx.x % SLICES];
     if (pair >= 0 && out < width)
         activations[size_t(pair) * width + out] = gate * (1.0f / (1.0f + expf(-gate))) * up;
@@ -41,7 +42,7 @@ extern "C" __global__ void moe_down(const float* activations,                // 
                                     float* __restrict__ outputs,             // [pairs, hidden]
                                     int hidden, int width)
 {
-    take_turn();
+    wait_for_turn();
     if (blockIdx.x >= *num_blocks)
         return;
     const int out = blockIdx.y * OUTPUTS + threadIdx.x / SLICES;
@@ -50,6 +51,7 @@ extern "C" __global__ void moe_down(const float* activations,                // 
     const float value = gemm_tile(weight, out, out < hidden, [&](int r) {
         return pairs[r] < 0 ? nullptr : activations + size_t(pairs[r]) * width;
     });
+    let_next_begin();
     const int pair = pairs[threadIdx.x % SLICES];
     if (pair >= 0 && out < hidden)
         outputs[size_t(pair) * hidden + out] = value;

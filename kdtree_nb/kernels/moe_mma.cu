@@ -47,7 +47,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
                     __nv_bfloat16* __restrict__ activations,  // [pairs, width]
                     int tiles, int columns, int width, int top_k)
 {
-    take_turn();
+    wait_for_turn();
     const auto token = [&](int pair) { return pair / top_k; };
     grouped_product(x, codes, scales, block_experts, block_pairs, num_blocks, tiles, columns, token,
                     [&](int pair, int i, float gate, float up) {
@@ -65,7 +65,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
                  float* __restrict__ outputs,            // [pairs, hidden]
                  int tiles, int columns, int hidden)
 {
-    take_turn();
+    wait_for_turn();
     const int half = (hidden + 1) / 2;
     const auto row = [](int pair) { return pair; };
     grouped_product(activations, codes, scales, block_experts, block_pairs, num_blocks, tiles, columns, row,

@@ -26,7 +26,7 @@ extern "C" __global__ void attend_split(const float* queries,                 //
                                         float* __restrict__ stats,            // [rows, splits, heads, 2]: maximum, sum
                                         int first_row, int heads, int kv_lora, int latent, float scale)
 {
-    take_turn();
+    wait_for_turn();
     extern __shared__ unsigned char dynamic_shared[];
     float* query = reinterpret_cast<float*>(dynamic_shared);  // [HEADS, latent]
     __shared__ float score[HEADS][TILE];
@@ -97,6 +97,7 @@ extern "C" __global__ void attend_split(const float* queries,                 //
         __syncthreads();
     }
 
+    let_next_begin();
     const size_t at = (size_t(blockIdx.x) * gridDim.y + split) * heads + first_head;
 #pragma unroll
     for (int i = 0; i < MAX_DIMS; ++i)

@@ -56,7 +56,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
                  float2* __restrict__ stats,          // [rows, splits, heads]: largest score, sum of weights
                  int first_row, int nodes, int heads, int min_splits, int max_splits, float scale)
 {
-    take_turn();
+    wait_for_turn();
     extern __shared__ __align__(16) unsigned char dynamic_shared[];
     uint4* const query = reinterpret_cast<uint4*>(dynamic_shared);                 // [ROWS, PITCH]
     uint4* const ring = query + ROWS * PITCH;                                      // [STAGES, TILE, PITCH]
@@ -226,6 +226,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         }
     }
 
+    let_next_begin();
     const size_t at = (size_t(row) * gridDim.z + split) * heads;
 #pragma unroll
     for (int m = 0; m < HEIGHT; ++m)

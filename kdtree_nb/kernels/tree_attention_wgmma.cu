@@ -35,7 +35,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
                        float2* __restrict__ stats,          // [rows, splits, heads]: reference, sum of weights
                        int first_row, int nodes, int heads, int min_splits, int max_splits, float scale)
 {
-    take_turn();
+    wait_for_turn();
     extern __shared__ __align__(1024) unsigned char dynamic_shared[];
     uint4* const query = reinterpret_cast<uint4*>(dynamic_shared);               // [BLOCKS, 64, 8]
     uint4* const ring = query + BLOCKS * BLOCK;                                  // [2, BLOCKS, TILE, 8]
@@ -228,6 +228,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
             maxima[own_row + 8 * half] = sum[half];
     }
     __syncthreads();
+    let_next_begin();
     const size_t at = (size_t(row) * gridDim.z + split) * heads;
 #pragma unroll
     for (int half = 0; half < 2; ++half) {

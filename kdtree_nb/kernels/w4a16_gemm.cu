@@ -16,7 +16,7 @@ extern "C" __global__ void w4a16_gemm(const float* x,                     // [st
                                       int rows, int out_features, int in_features, long long x_row,
                                       long long x_stack, long long y_row, long long y_stack)
 {
-    take_turn();
+    wait_for_turn();
     const Int4Weight<SCALE> w(qweight, scales, size_t(blockIdx.z) * out_features, in_features);
     gemm(w, x, y, rows, out_features, x_row, x_stack, y_row, y_stack);
 }

@@ -16,7 +16,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
               int rows, int out_features)
 {
     const int first_row = blockIdx.y * ROWS, first_out = blockIdx.x * OUTPUTS, row = first_row + threadIdx.x % 32 / 4;
-    let_next_begin();
     const Sums* sums =
         sums_of_parts<UNROLL>(x, codes, scales, size_t(blockIdx.x) * TILES, row, rows - row, wait_for_turn);
     const int rows_here = min(ROWS, rows - first_row);

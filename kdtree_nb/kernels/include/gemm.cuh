@@ -8,6 +8,8 @@
 //           which of the 8 places its row has.
 #pragma once
 
+#include "turn.cuh"
+
 constexpr int GROUP = 32;        // inputs that share a scale
 constexpr int ROWS = 8;          // rows of x a block takes
 constexpr int SLICES = 8;        // equal to ROWS: after the sum, a thread's slice is its row
@@ -114,6 +116,7 @@ __device__ void gemm(const Weight& weight, const float* x, float* y, int rows, i
     const float value = gemm_tile(weight, out, out < out_features, [&](int r) {
         return first + r < rows ? x + (first + r) * x_row : nullptr;
     });
+    let_next_begin();
     const int row = first + threadIdx.x % SLICES;
     if (row < rows && out < out_features)
         y[blockIdx.z * y_stack + row * y_row + out] = value;

@@ -1,9 +1,9 @@
 // turn.cuh: in a recorded round a kernel begins while the one before it ends (programmatic dependent launch, from sm_90).
 //
 // Idea      Between two kernels memory rests: the first one's last blocks end, the second is launched, and its first
-//           bytes are on their way. A kernel that lets the next begin does so as soon as all its own blocks have begun;
-//           the next one's blocks take what room is left, and what they need of the weights may be on its way before
-//           their turn comes.
+//           bytes are on their way. A kernel lets the next begin when all its blocks have little left to do but write;
+//           so what that one needs of the weights may be on its way before its turn comes. (Earlier, its blocks would
+//           crowd where room is first: one row by 4096×7168, one product behind another, 10.6 µs where it had been 7.1.)
 // Rule      Until its turn a kernel reads nothing that a kernel of the recording writes, and writes nothing: weights
 //           alone. Each kernel waits for its turn, so that when one has it, all that came before have ended.
 //           What is const and __restrict__ does not change while the kernel runs: the compiler may read it before the
@@ -25,7 +25,7 @@ __device__ __forceinline__ void wait_for_turn() {}
 
 #endif
 
-// For a kernel that has nothing to do before its turn.
+// For a short kernel, which has nothing to do before its turn.
 __device__ __forceinline__ void take_turn()
 {
     let_next_begin();

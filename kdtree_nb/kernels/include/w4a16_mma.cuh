@@ -17,6 +17,7 @@
 
 #include "parts.cuh"
 #include "ptx.cuh"
+#include "turn.cuh"
 
 constexpr int GROUPS = TILES * ROWS > 64 ? 1 : 2;  // unrolled: a large block has no registers for both
 
@@ -136,5 +137,6 @@ __device__ __forceinline__ const Sums* sums_of_parts(const uint4* x,            
         multiply(ring[step % STAGES], sum);
     }
 
+    let_next_begin();
     return leave_sums(sum, part, row_of_lane, pair);
 }
