@@ -25,6 +25,12 @@ A rounding to bfloat16 is off by up to 2^-9, and a pass has some hundred that re
 difference is 0.01 to 0.13 of a deviation in the golden texts. But where a router was almost undecided, an expert may
 change and with it everything: up to 2.5, for 5 of 24 tokens of a random model. A fault of the arithmetic shows in all.
 """
+BF16_DRAFT_TOLERANCE, BF16_ROUNDS = 1 / 4, 1 / 2
+"""How near bfloat16's drafts are to the specification's in float32, in nats of a candidate, and in how many rounds.
+
+Behind both roundings, the target's of what the drafter reads and its own, a round's largest difference of all
+candidates is 0.02 to 0.2 in random models; in the trained one, of more candidates, the median is 0.07, the largest 0.4.
+"""
 NODE_BUDGET = 16
 NEW_TOKENS, EMULATED_TOKENS = 500, 24
 """Of each held-out text; the emulated device is by far the slowest."""
@@ -123,9 +129,8 @@ def verify_bundle(
         yield check_speculation(decoder, cases, plain, drafted, exact)
 
     if isinstance(engine.drafter, DFlash):
-        if exact:
-            say(f"{path.name}: drafter")
-            yield check_drafter(engine, engine.drafter, cases)
+        say(f"{path.name}: drafter")
+        yield check_drafter(engine, engine.drafter, cases)
         new_tokens = new_tokens or (EMULATED_TOKENS if engine.device.name == "emulated" else NEW_TOKENS)
         for domain, (text, *_) in held_out_prompts(engine.bundle.path.parent).items():
             yield check_trained(engine, domain, text, new_tokens, say)
@@ -182,12 +187,15 @@ def check_speculation(
 def check_drafter(engine: Engine, drafter: DFlash, cases: list[GoldenCase]) -> Check:
     """The trained drafter's checksums, and its proposals in each round of the golden texts against its specification.
 
-    The engine keeps a cache from round to round; the specification starts anew each time, from the target's own.
+    The engine keeps a cache from round to round; the specification starts anew each time, from the target's own, in
+    float32. Of an engine in bfloat16 half of the rounds have to be near it, and to have the same best tokens.
     """
+    exact = engine.dtype == "float32"
+    name = "drafter" if exact else "drafter_bf16"
     try:
         drafter.bundle.verify()
     except BundleError as error:
-        return Check("drafter", False, str(error))
+        return Check(name, False, str(error))
     target, weights, config = engine.bundle.weights(), drafter.bundle.weights(), drafter.config
     embedding = target["model.embed_tokens"]
     head = embedding if engine.config.tie_word_embeddings else target["lm_head"]
@@ -207,15 +215,24 @@ def check_drafter(engine: Engine, drafter: DFlash, cases: list[GoldenCase]) -> C
             logits = rows @ head.T
             lowest, best = top_k(logits, config.num_candidates)
             own = np.take_along_axis(log_softmax(logits), found.token_ids, axis=1)
-            differences.append((lowest.min(axis=1) - own.min(axis=1)).max())  # 0 where the candidates are the best
-            differences.append(_largest_difference(found, specified(weights, rows, own, found.token_ids)))
+            missed = (lowest.min(axis=1) - own.min(axis=1)).max()  # 0 where the candidates are the best
+            moved = _largest_difference(found, specified(weights, rows, own, found.token_ids))
+            differences.append(np.maximum(missed, moved))  # NaN, if one is
             equal.append(most_probable(found) == most_probable(specified(weights, rows, lowest, best)))
-    difference = np.max(differences)  # NaN, if one is
-    agreement = f"best tokens of {sum(equal)}/{len(equal)} rounds {'exact' if all(equal) else 'DIFFER'}"
-    detail = f"{agreement}  max_abs_log_prob_diff={difference:.1e}  prompts={len(cases)}"
+    difference, rounds = np.max(differences), len(equal)
+    if exact:
+        passed = all(equal) and bool(difference <= LOGIT_TOLERANCE)
+        detail = f"best tokens of {sum(equal)}/{rounds} rounds {'exact' if all(equal) else 'DIFFER'}"
+        detail += f"  max_abs_log_prob_diff={difference:.1e}"
+    else:
+        near = sum(bool(of_round <= BF16_DRAFT_TOLERANCE) for of_round in differences)
+        passed = min(near, sum(equal)) >= BF16_ROUNDS * rounds
+        detail = f"near={near}/{rounds} rounds within {BF16_DRAFT_TOLERANCE} nats of float32's drafts"
+        detail += f"  largest={difference:.2f}  best tokens of {sum(equal)}/{rounds} rounds equal"
+    detail += f"  prompts={len(cases)}"
     if repeated:
         detail = f"{repeated} positions propose a token twice  {detail}"
-    return Check("drafter", all(equal) and not repeated and bool(difference <= LOGIT_TOLERANCE), detail)
+    return Check(name, passed and not repeated, detail)
 
 
 def specified(

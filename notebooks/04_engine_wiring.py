@@ -144,7 +144,7 @@ def run(engine: Engine, token_ids: np.ndarray):
         cache = LatentCache(engine.config, len(token_ids), device)
         chain = map(device.put, (token_ids, rows - 1, rows))
         out = engine.model.forward(*chain, cache, taps=range(engine.config.num_hidden_layers))
-    return device.host(out.logits), device.host(out.features)
+    return device.host(out.logits), device.host(out.features).swapaxes(0, 1)
 
 
 with patch.object(Weights, "linear", traced):

@@ -111,11 +111,11 @@ def test_a_row_is_the_same_alone_in_a_prompt_and_in_a_tree(one: Built, device: s
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_a_trained_drafter_drafts_for_it(one: Built, device: str) -> None:
-    """It keeps float32, reads float32 residuals, and goes through the target's head and embedding."""
-    build_drafter_beside(one)
+    """It takes the engine's dtype, reads float32 residuals, and goes through the target's head and embedding."""
+    build_drafter_beside(one, head_dim=8)
     engine = load(one.path, device)
     assert isinstance(engine.drafter, DFlash)
-    assert engine.drafter.weights.dtype == np.float32
+    assert engine.drafter.weights.dtype == bfloat16
     plain = engine.generate(PROMPT, "ar", max_new_tokens=6, keep_logits=True)
     for decoder in ("chain", "ddtree"):
         drafted = engine.generate(PROMPT, decoder, 12, 6, keep_logits=True)
@@ -274,8 +274,8 @@ def test_the_trained_drafter_is_tried_on_every_text() -> None:
     cases = [GoldenCase(c.prompt, c.tokens[:4], c.logits[:4]) for c in load_cases(TRAINED)[:1]]
     checks = list(verify_bundle(bundle_of(TRAINED), cases, "cpu", 8, dtype="bfloat16"))
     assert all(check.passed for check in checks)
-    assert [check.name for check in checks][4:] == ["model_ddtree_bf16"] * 5
-    assert all("drafter=trained" in check.detail for check in checks[4:])
+    assert [check.name for check in checks][4:] == ["drafter_bf16", *["model_ddtree_bf16"] * 5]
+    assert all("drafter=trained" in check.detail for check in checks[5:])
 
 
 linear, split_queries = engine_weights.linear, engine_model.split_queries

@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from builders import Built, build, tiny_config
+from builders import Built, build, build_drafter_beside, tiny_config
 from helpers import assert_same_bits
 
 from kdtree_nb.engine import Engine
@@ -38,6 +38,47 @@ def logits_of(path: Path, dtype: str, rows: int = 5) -> np.ndarray:
         return engine.model.forward(*chain, cache).logits
 
 
+def recorded_launches(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The names of the kernels that are launched from now on, as they are."""
+    launched: list[str] = []
+    launch = Kernel.__call__
+
+    def recorded(kernel: Kernel, *args: Any, **options: Any) -> None:
+        launched.append(kernel.name)
+        launch(kernel, *args, **options)
+
+    monkeypatch.setattr(Kernel, "__call__", recorded)
+    return launched
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("layers", [1, 3])
+def test_a_draft_launches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dtype: str, layers: int) -> None:
+    """Nine for a layer and seven around them; what was committed takes four, however many layers there are."""
+    target = built(tmp_path)
+    build_drafter_beside(target, num_hidden_layers=layers, head_dim=8)
+    engine = Engine.load(target.path, "emulated", dtype=dtype)
+    attention, mlp = (
+        "dense_gemm block_write block_attention dense_gemm add_norm",
+        "w4a16_gemm swiglu w4a16_gemm add_norm",
+    )
+    draft = " ".join(["embed rms_norm", *[attention, mlp] * layers, "dense_gemm top_k_sums top_k dense_gemm condition"])
+    observe = "dense_gemm rms_norm dense_gemm block_write"
+    if dtype == "bfloat16":
+        draft, observe = draft.replace("gemm", "mma"), f"to_bfloat16 {observe.replace('gemm', 'mma')}"
+    root, features = np.array([5], np.int32), np.zeros((3, 2, target.config.hidden_size), np.float32)
+    with engine.device.running():
+        drafter = engine.drafter.start(LatentCache(engine.config, 64, engine.device, engine.model.weights.dtype))
+        drafter.observe(features)
+        drafter.propose_after(root)  # weights come at their first use
+        launched = recorded_launches(monkeypatch)
+        drafter.observe(features)
+        assert launched == observe.split()
+        launched.clear()
+        drafter.propose_after(root)
+        assert launched == draft.split()
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize(
     ("storage", "shared"), [(dict(), ""), (dict(select=routed_experts), SHARED)], ids=["int4", "experts alone in int4"]
@@ -55,14 +96,7 @@ def test_a_pass_launches(
         for exact, mma in (("gemm", "mma"), ("moe_gate_up", "moe_gate_up_mma"), ("moe_down", "moe_down_mma")):
             expected = expected.replace(exact, mma)
     path = built(tmp_path, **storage).path
-    launched: list[str] = []
-    launch = Kernel.__call__
-
-    def recorded(kernel: Kernel, *args: Any, **options: Any) -> None:
-        launched.append(kernel.name)
-        launch(kernel, *args, **options)
-
-    monkeypatch.setattr(Kernel, "__call__", recorded)
+    launched = recorded_launches(monkeypatch)
     logits_of(path, dtype)
     of_weights = ("to_bfloat16",)  # at their first use
     assert [name for name in launched if name not in of_weights] == expected.split()

@@ -36,8 +36,8 @@ def case(built: Built) -> GoldenCase:
     return GoldenCase(prompt, *greedy(built.weights, built.config, prompt, 10))
 
 
-def drafter_check(built: Built, case: GoldenCase, device: str = "cpu") -> Check:
-    engine = Engine.load(built.path, device)
+def drafter_check(built: Built, case: GoldenCase, device: str = "cpu", dtype: str = "float32") -> Check:
+    engine = Engine.load(built.path, device, dtype=dtype)
     return check_drafter(engine, engine.drafter, [case])
 
 
@@ -53,6 +53,22 @@ def test_a_drafter_is_its_specification(built: Built, case: GoldenCase, device: 
     rounds, difference = re.fullmatch(pattern, line).groups()
     assert int(rounds) > 3
     assert 0 <= float(difference) < 1e-4
+
+
+@pytest.mark.parametrize("device", ["cpu", "emulated"])
+def test_a_drafter_in_bfloat16_is_near_it(case: GoldenCase, tmp_path: Path, device: str) -> None:
+    sizes = dict(kv_lora_rank=32, qk_nope_head_dim=16, qk_rope_head_dim=16, v_head_dim=16)
+    narrow = build_text_model(tmp_path, eos_token_ids=(), seed=4, **sizes)
+    build_drafter_beside(narrow, head_dim=8)
+    shorter = case._replace(tokens=case.tokens[:5], logits=case.logits[:5]) if device == "emulated" else case
+    line = str(drafter_check(narrow, shorter, device, "bfloat16"))
+    pattern = (
+        r"PASS  drafter_bf16  near=(\d+)/(\d+) rounds within 0\.25 nats of float32's drafts  largest=(\S+)  "
+        r"best tokens of (\d+)/\2 rounds equal  prompts=1"
+    )
+    near, rounds, largest, _ = re.fullmatch(pattern, line).groups()
+    assert int(rounds) >= 3 and int(near) == int(rounds)
+    assert 1e-3 < float(largest) <= 0.25
 
 
 def test_verify_adds_a_line_for_the_drafter_and_one_for_each_domain(built: Built, case: GoldenCase) -> None:
@@ -126,21 +142,19 @@ rms_norm, swiglu, condition, block_write = dflash.rms_norm, dflash.swiglu, dflas
 
 
 def features_one_row_on(self, features):
-    observe(self, np.roll(features, 1, axis=1))
+    observe(self, np.roll(features, 1, axis=0))
 
 
 def layers_swapped(self, features):
-    observe(self, features[::-1])
+    observe(self, features[:, ::-1])
 
 
 def not_rotated(projected, norms, eps, table, *cache):
     return block_write(projected, norms, eps, (table[0] * 0 + 1, table[1] * 0), *cache)
 
 
-def last_of_the_block_unseen(queries, keys, values, length, window):
-    return block_attention(queries[:-1], keys, values, length, window)[
-        np.minimum(np.arange(len(queries)), len(queries) - 2)
-    ]
+def last_of_the_block_unseen(queries, *cached):
+    return block_attention(queries[:-1], *cached)[np.minimum(np.arange(len(queries)), len(queries) - 2)]
 
 
 def gates_of_another_depth(log_probs, token_ids, gates, *tables):
@@ -180,8 +194,8 @@ MUTATIONS: dict[str, tuple[object, str, Callable]] = {
     "layers swapped": (dflash._Text, "observe", layers_swapped),
     "nothing observed": (dflash._Text, "observe", lambda self, features: None),
     "the block's last row elsewhere": (dflash, "block_attention", last_of_the_block_unseen),
-    "norms a little off": (dflash, "rms_norm", lambda x, weight, eps: rms_norm(x, weight, eps + 1e-2)),
-    "gate and up swapped": (dflash, "swiglu", lambda x: swiglu(np.roll(x, x.shape[1] // 2, axis=1))),
+    "norms a little off": (dflash, "rms_norm", lambda x, weight, eps, dtype: rms_norm(x, weight, eps + 1e-2, dtype)),
+    "gate and up swapped": (dflash, "swiglu", lambda x, dtype: swiglu(np.roll(x, x.shape[1] // 2, axis=1), dtype)),
     "not rotated": (dflash, "block_write", not_rotated),
     "log-probabilities off": (dflash, "top_k", a_little_less_probable),
     "the second best first": (dflash, "top_k", the_second_best_first),
@@ -201,3 +215,21 @@ def test_a_mutated_drafter_is_caught(
     assert hasattr(where, name)
     monkeypatch.setattr(where, name, mutant)
     assert not drafter_check(built, case).passed
+
+
+UNSEEN_IN_BF16 = {"norms a little off", "log-probabilities off"}
+"""Less than its roundings."""
+
+
+@pytest.mark.parametrize(
+    ("where", "name", "mutant"),
+    [pytest.param(*mutation, id=name) for name, mutation in MUTATIONS.items() if name not in UNSEEN_IN_BF16],
+)
+def test_a_mutated_drafter_is_caught_in_bfloat16(
+    built: Built, case: GoldenCase, where: object, name: str, mutant: Callable, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if name == "condition" and not Engine.load(built.path).drafter.config.transition_rank:
+        pytest.skip("no transition head")
+    assert drafter_check(built, case, dtype="bfloat16").passed
+    monkeypatch.setattr(where, name, mutant)
+    assert not drafter_check(built, case, dtype="bfloat16").passed

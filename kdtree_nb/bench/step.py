@@ -114,7 +114,7 @@ def _step(engine: Engine, count: int) -> Step:
         """As a round does it, but the committed length stays: the next replay finds what this one did."""
         accepted = tree_accept(tokens, parents, targets, MAX_DEPTH + 1)
         if drafter.taps:
-            drafter.observe(features[:, accepted.path])
+            drafter.observe(features[accepted.path])
         cache_commit(cache.rows, cache.length, accepted.path, accepted.length)
         last[:] = accepted.tokens[accepted.length - 1]
         xp.subtract(left, accepted.length, out=left)

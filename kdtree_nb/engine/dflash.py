@@ -1,4 +1,8 @@
-"""The trained drafter: DFlash's block over a cache of keys and values, and the head that conditions its tree."""
+"""The trained drafter: DFlash's block over a cache of keys and values, and the head that conditions its tree.
+
+Its arithmetic is its target's: what enters a product, and what is cached, has the dtype of the target's weights.
+Residuals, norms, queries, softmax, the transition head's tables and log-probabilities are float32.
+"""
 
 import numpy as np
 
@@ -25,7 +29,7 @@ class DFlash(Drafter):
     Raises
     ------
     ValueError
-        If the bundle holds no drafter, or one for another target.
+        If the bundle holds no drafter, or one for another target, or in bfloat16 a weight that its kernels do not take.
     """
 
     def __init__(self, bundle: Bundle, target: Model, device: Device, capacity: int) -> None:
@@ -46,7 +50,8 @@ class DFlash(Drafter):
         self.bundle = bundle
         self.config = config
         self.taps = config.target_layer_ids
-        self.weights = Weights(bundle, device)
+        self.weights = Weights(bundle, device, target.weights.dtype)
+        self.weights.check(self._products())
         self.target = target
         self.device = device
         frequencies = config.rope_theta ** (-np.arange(0, config.head_dim, 2) / config.head_dim)
@@ -54,7 +59,24 @@ class DFlash(Drafter):
         self.rope_table = device.put(table[0]), device.put(table[1])
 
     def __repr__(self) -> str:
-        return f"DFlash({self.config!r})"
+        return f"DFlash({self.config!r}, {self.weights.kinds()}, dtype={self.weights.dtype.name})"
+
+    def norms(self) -> tuple[Array, Array]:
+        """Of all layers' queries and keys: float32 [layers, head_dim] each."""
+        at = [f"layers.{layer}.self_attn" for layer in range(self.config.num_hidden_layers)]
+        query, key = (self.weights.vector(*(f"{layer}.{name}_norm" for layer in at)) for name in "qk")
+        return query.reshape(len(at), -1), key.reshape(len(at), -1)
+
+    def projections(self, layer: int, *which: str) -> list[str]:
+        """Names of a layer's products of queries, keys and values: of those among ``q``, ``k`` and ``v``."""
+        return [f"layers.{layer}.self_attn.{name}_proj" for name in which]
+
+    def _products(self) -> list[str]:
+        """Weights that multiply."""
+        not_these = "transition.parent_table", "transition.child_table"
+        return [
+            name for name, shape in self.config.weight_shapes().items() if len(shape) == 2 and name not in not_these
+        ]
 
     def start(self, cache: LatentCache) -> "Drafter":
         """A drafter of one text, whose committed tokens the target keeps in ``cache``."""
@@ -70,19 +92,19 @@ class _Text(Drafter):
         self._of, self._config, self._device = drafter, drafter.config, drafter.device
         self.taps = drafter.taps
         self._length = cache.length  # the target's own count, which moves when it commits
-        xp, config = self._device.xp, self._config
+        config = self._config
         rows = cache.rows.shape[1] + config.block_size
-        shape = (config.num_hidden_layers, rows, config.num_key_value_heads, config.head_dim)
-        self._keys, self._values = xp.zeros(shape, np.float32), xp.zeros(shape, np.float32)
-        self._block = xp.full(config.block_size, config.mask_token_id, np.int32)
+        layers = range(config.num_hidden_layers)
+        shape = (len(layers), rows, config.num_key_value_heads, config.head_dim)
+        self._keys, self._values = (self._device.zeros(shape, drafter.weights.dtype) for _ in range(2))
+        self._context = [name for layer in layers for name in drafter.projections(layer, "k", "v")]
 
     def observe(self, features: Array) -> None:
-        """Write keys and values of tokens that are about to be committed; features [taps, tokens, hidden]."""
+        """Write keys and values of tokens that are about to be committed; features [tokens, taps, hidden]."""
         config, weights = self._config, self._of.weights
-        side_by_side = features.swapaxes(0, 1).reshape(features.shape[1], -1)
-        context = rms_norm(weights.linear(side_by_side, "fc"), weights.vector("hidden_norm"), config.rms_norm_eps)
-        for layer in range(config.num_hidden_layers):
-            self._write(layer, weights.linear(context, *self._names(layer, "k", "v")))
+        compressed = weights.linear(features.reshape(len(features), -1), "fc")
+        context = rms_norm(compressed, weights.vector("hidden_norm"), config.rms_norm_eps, weights.dtype)
+        self._write(slice(None), weights.linear(context, *self._context))
 
     def propose(self, tokens: np.ndarray) -> Proposal:
         """As :meth:`Drafter.propose`."""
@@ -107,39 +129,34 @@ class _Text(Drafter):
         return Proposal(conditionals, token_ids, children)
 
     def rows(self, root: Array) -> Array:
-        """What the target's head reads, one row a drafted token: float32 [block_size − 1, hidden]."""
-        config, of = self._config, self._of
-        weights, eps = of.weights, config.rms_norm_eps
+        """What the target's head reads, one row a drafted token: the weights' dtype [block_size − 1, hidden]."""
+        config, of, weights = self._config, self._of, self._of.weights
+        rounded = config.rms_norm_eps, weights.dtype
         after = [*(f"layers.{layer}.input_layernorm" for layer in range(1, config.num_hidden_layers)), "norm"]
-        self._block[:1] = root
-        x = of.target.weights.embed(self._block)
-        normed = rms_norm(x, weights.vector("layers.0.input_layernorm"), eps)
+        x = of.target.weights.embed(root, config.block_size, config.mask_token_id)
+        normed = rms_norm(x, weights.vector("layers.0.input_layernorm"), *rounded)
         for layer in range(config.num_hidden_layers):
             at = f"layers.{layer}"
-            queries = self._write(layer, weights.linear(normed, *self._names(layer, "q", "k", "v")))
-            mixed = block_attention(
-                queries, self._keys[layer], self._values[layer], self._length, config.sliding_window
-            )
+            projected = weights.linear(normed, *of.projections(layer, "q", "k", "v"))
+            queries = self._write(slice(layer, layer + 1), projected)[:, 0]
+            cached = self._keys[layer], self._values[layer], self._length
+            mixed = block_attention(queries, *cached, config.sliding_window, weights.dtype)
             delta = weights.linear(mixed.reshape(len(x), -1), f"{at}.self_attn.o_proj")
-            x, normed = add_norm(x, delta, weights.vector(f"{at}.post_attention_layernorm"), eps)
+            x, normed = add_norm(x, delta, weights.vector(f"{at}.post_attention_layernorm"), *rounded)
             gate_up = weights.linear(normed, f"{at}.mlp.gate_proj", f"{at}.mlp.up_proj")
-            delta = weights.linear(swiglu(gate_up), f"{at}.mlp.down_proj")
-            x, normed = add_norm(x, delta, weights.vector(after[layer]), eps)
+            delta = weights.linear(swiglu(gate_up, weights.dtype), f"{at}.mlp.down_proj")
+            x, normed = add_norm(x, delta, weights.vector(after[layer]), *rounded)
         return normed[1:]
 
-    def _write(self, layer: int, projected: Array) -> Array:
+    def _write(self, layers: slice, projected: Array) -> Array:
         """Cache keys and values of tokens from position ``length`` on; their queries, where they have some."""
-        norms = [self._of.weights.vector(f"layers.{layer}.self_attn.{name}_norm") for name in "qk"]
+        query_norm, key_norm = self._of.norms()
         return block_write(
             projected,
-            (norms[0], norms[1]),
+            (query_norm[layers], key_norm[layers]),
             self._config.rms_norm_eps,
             self._of.rope_table,
             self._length,
-            self._keys[layer],
-            self._values[layer],
+            self._keys[layers],
+            self._values[layers],
         )
-
-    @staticmethod
-    def _names(layer: int, *which: str) -> list[str]:
-        return [f"layers.{layer}.self_attn.{name}_proj" for name in which]

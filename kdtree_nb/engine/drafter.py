@@ -64,7 +64,7 @@ class Drafter:
         return self
 
     def observe(self, features: Array) -> None:
-        """Take the tapped layers' outputs, float32 [taps, tokens, hidden], for the tokens that are committed next.
+        """Take the tapped layers' outputs, float32 [tokens, taps, hidden], for the tokens that are committed next.
 
         On a GPU there may be rows after the last of those tokens, which the next call overwrites.
         """

@@ -89,13 +89,15 @@ class Engine:
         drafter : path, optional
             The bundle of a trained drafter; by default ``NAME.drafter.kdtr`` beside ``NAME.kdtr``, where there is one.
         dtype : {"float32", "bfloat16"}
-            What the model multiplies: float32 exactly as stored, or bfloat16 on tensor cores, summed in float32, with
-            a cache of bfloat16. A drafter of its own keeps float32.
+            What model and trained drafter multiply: float32 exactly as stored, or bfloat16 on tensor cores, summed in
+            float32, with caches of bfloat16. Kernels of tensor cores take multiples of 8 or 16 of some sizes.
 
         Raises
         ------
         BundleError
             If the bundle is malformed.
+        ValueError
+            For a bad argument, two bundles that do not belong together, or sizes that ``dtype`` has no kernels for.
         """
         chosen = Device.named(device)
         if dtype not in DTYPES:

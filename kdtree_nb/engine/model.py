@@ -1,6 +1,6 @@
 """The forward pass over a latent cache, for any set of new tokens that form a tree."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -9,14 +9,15 @@ from kdtree_nb.config import ModelConfig
 from kdtree_nb.engine.cache import LatentCache
 from kdtree_nb.engine.device import Device
 from kdtree_nb.engine.weights import Weights
+from kdtree_nb.kernels.dense_mma import VECTOR
 from kdtree_nb.kernels.latent_write import latent_write
-from kdtree_nb.kernels.launch import Array, empty_beside, runs_cuda
+from kdtree_nb.kernels.launch import Array, empty_beside, processor_of, runs_cuda
 from kdtree_nb.kernels.moe_route import moe_route
 from kdtree_nb.kernels.rms_norm import add_norm, rms_norm
 from kdtree_nb.kernels.split_queries import split_queries
 from kdtree_nb.kernels.swiglu import swiglu
 from kdtree_nb.kernels.tree_attention import tree_attention
-from kdtree_nb.kernels.tree_attention_mma import tree_attention_mma
+from kdtree_nb.kernels.tree_attention_mma import CHUNK, geometry_of, tree_attention_mma
 from kdtree_nb.reference.linear import Tiles
 from kdtree_nb.reference.moe import moe_by_blocks
 from kdtree_nb.reference.norm import LATENT_EPS
@@ -25,7 +26,7 @@ from kdtree_nb.reference.rope import rope_table, softmax_scale
 
 
 class ForwardPass(NamedTuple):
-    """``logits`` float32 [rows asked for, vocab]; ``features`` float32 [taps, N, hidden], tapped layers' outputs."""
+    """``logits`` float32 [rows asked for, vocab]; ``features`` float32 [N, taps, hidden], tapped layers' outputs."""
 
     logits: Array
     features: Array
@@ -36,6 +37,11 @@ class Model:
 
     What enters a product has the weights' dtype; residuals, norms, softmax, router and logits are float32. No token may
     lie beyond the first ``capacity`` positions.
+
+    Raises
+    ------
+    ValueError
+        If the kernels of that dtype do not take the model's sizes.
     """
 
     def __init__(self, config: ModelConfig, weights: Weights, device: Device, capacity: int) -> None:
@@ -47,6 +53,16 @@ class Model:
         cosines, sines = rope_table(rotation_of(config), np.arange(capacity))
         self._rope_table = device.put(cosines), device.put(sines)
         self._absorbed: dict[int, tuple[Array | Tiles, Array | Tiles]] = {}
+        self._check()
+
+    def _check(self) -> None:
+        """Refuse what :meth:`forward` could not run."""
+        config = self.config
+        sizes = {"qk_nope_head_dim": (config.qk_nope_head_dim, VECTOR)}
+        sizes |= {name: (getattr(config, name), CHUNK) for name in ("kv_lora_rank", "qk_rope_head_dim")}
+        self.weights.check((name for names in self._products() for name in names), sizes)
+        if self.weights.on_tensor_cores:
+            geometry_of(1, config.num_attention_heads, config.latent_dim, processor_of(self._rope_table[0]))
 
     def preload(self, progress: Callable[[int, int], None] | None = None) -> None:
         """Bring to a GPU now whatever :meth:`forward` would load at its first call; for kernels alone.
@@ -54,33 +70,36 @@ class Model:
         ``progress`` is called with the bytes sent so far and the bytes of all.
         """
         config = self.config
-        products: list[tuple[str, ...]] = [("model.embed_tokens",)]
-        experts, mlps = [], []
-        for layer in range(config.num_hidden_layers):
-            attention, mlp = f"model.layers.{layer}.self_attn", f"model.layers.{layer}.mlp"
-            first = "q_proj" if config.q_lora_rank is None else "q_a_proj"
-            products.append((f"{attention}.{first}", f"{attention}.kv_a_proj_with_mqa"))
-            single = ["o_proj", *["q_b_proj"] * (config.q_lora_rank is not None)]
-            if layer not in self._absorbed:  # it is not kept as it is stored
-                single.append("kv_b_proj")
-            products += [(f"{attention}.{name}",) for name in single]
-            if config.is_dense(layer):
-                mlps.append(mlp)
-                continue
-            products.append((f"{mlp}.gate",))
-            experts.append((mlp, config))
-            if config.n_shared_experts and not self.weights.shared_behind(mlp, config):
-                mlps.append(f"{mlp}.shared_experts")
-        for at in mlps:
-            products += [(f"{at}.gate_proj", f"{at}.up_proj"), (f"{at}.down_proj",)]
-        if not config.tie_word_embeddings:
-            products.append(("lm_head",))
+        absorbed = {f"model.layers.{layer}.self_attn.kv_b_proj" for layer in self._absorbed}  # not kept as it is stored
+        products = [("model.embed_tokens",), *(names for names in self._products() if names[0] not in absorbed)]
+        mlps = [f"model.layers.{layer}.mlp" for layer in range(config.num_hidden_layers) if not config.is_dense(layer)]
+        experts = [(mlp, config) for mlp in mlps]
         self.weights.preload(products, experts, progress)
         for layer in range(config.num_hidden_layers):
             self._absorbed_weights(layer)
         for name, shape in config.weight_shapes().items():
             if len(shape) == 1:
                 self.weights.vector(name)
+
+    def _products(self) -> Iterator[tuple[str, ...]]:
+        """Weights of products, those of one product together; no expert that :meth:`Weights.experts` has."""
+        config, mlps = self.config, []
+        for layer in range(config.num_hidden_layers):
+            attention, mlp = f"model.layers.{layer}.self_attn", f"model.layers.{layer}.mlp"
+            first = "q_proj" if config.q_lora_rank is None else "q_a_proj"
+            yield f"{attention}.{first}", f"{attention}.kv_a_proj_with_mqa"
+            for name in ("o_proj", *["q_b_proj"] * (config.q_lora_rank is not None), "kv_b_proj"):
+                yield (f"{attention}.{name}",)
+            if config.is_dense(layer):
+                mlps.append(mlp)
+                continue
+            yield (f"{mlp}.gate",)
+            if config.n_shared_experts and not self.weights.shared_behind(mlp, config):
+                mlps.append(f"{mlp}.shared_experts")
+        for at in mlps:
+            yield f"{at}.gate_proj", f"{at}.up_proj"
+            yield (f"{at}.down_proj",)
+        yield (self._head,)
 
     def forward(
         self,
@@ -108,18 +127,22 @@ class Model:
         norm = self.weights.vector
 
         hidden = self.weights.embed(tokens)
-        features = self.device.xp.empty((len(taps), *hidden.shape), np.float32)
+        features = self.device.xp.empty((len(hidden), len(taps), self.config.hidden_size), np.float32)
         x = rms_norm(hidden, norm(before_attention[0]), *rounded)
         for layer in range(layers):
             mixed = self._attention(layer, x, parents, depths, cache)
             hidden, x = add_norm(hidden, mixed, norm(before_mlp[layer]), *rounded)
-            tapped = features[taps.index(layer)] if layer in taps else None
+            tapped = features[:, taps.index(layer)] if layer in taps else None
             hidden, x = add_norm(hidden, self._mlp(layer, x), norm(before_attention[layer + 1]), *rounded, out=tapped)
         return ForwardPass(self.logits(x[logits_of]), features)
 
     def logits(self, final: Array) -> Array:
         """What the head gives for normed rows [rows, hidden]: float32 [rows, vocab]."""
-        return self.weights.linear(final, "model.embed_tokens" if self.config.tie_word_embeddings else "lm_head")
+        return self.weights.linear(final, self._head)
+
+    @property
+    def _head(self) -> str:
+        return "model.embed_tokens" if self.config.tie_word_embeddings else "lm_head"
 
     def _attention(self, layer: int, x: Array, parents: Array, depths: Array, cache: LatentCache) -> Array:
         config, weights, at = self.config, self.weights, f"model.layers.{layer}.self_attn"

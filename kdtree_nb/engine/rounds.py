@@ -264,7 +264,7 @@ class Rounds:
         targets = choose_tokens(logits, self.cache.length, tree.depths, self.sampling)
         accepted = tree_accept(tree.tokens, tree.parents, targets, max_path)
         if self.drafter.taps:
-            self.drafter.observe(features[:, accepted.path])  # −1, where the path has ended, is some row too
+            self.drafter.observe(features[accepted.path])  # −1, where the path has ended, is some row too
         self.cache.commit(accepted.path, accepted.length)
         self.root[:] = accepted.tokens[accepted.length - 1]
         self.left -= accepted.length

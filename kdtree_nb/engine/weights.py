@@ -1,7 +1,7 @@
 """The one place that asks whether a weight is INT4."""
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -15,8 +15,8 @@ from kdtree_nb.config.model import MAX_EXPERTS
 from kdtree_nb.engine.device import Device
 from kdtree_nb.engine.upload import Piece, upload
 from kdtree_nb.kernels.dense_gemm import dense_gemm
-from kdtree_nb.kernels.dense_mma import dense_mma
-from kdtree_nb.kernels.embed import embed
+from kdtree_nb.kernels.dense_mma import VECTOR, dense_mma
+from kdtree_nb.kernels.embed import embed, filled
 from kdtree_nb.kernels.launch import Array, address_of, array_module, runs_cuda
 from kdtree_nb.kernels.moe import Experts, moe
 from kdtree_nb.kernels.moe_mma import TiledExperts, moe_mma, tile_experts
@@ -42,7 +42,8 @@ class Weights:
     dtype : float32 or bfloat16
         What enters a product. With bfloat16, floats and scales are rounded when they are loaded and inputs where they
         are not yet, sums are float32, and the kernels are those of tensor cores. NumPy rounds in the same places, with
-        two exceptions: only kernels round attention's weights, only NumPy the activations of experts that are floats.
+        two exceptions: only kernels round the weights of the target's attention, only NumPy the activations of experts
+        that are floats.
     """
 
     def __init__(self, bundle: Bundle, device: Device, dtype: Any = np.float32) -> None:
@@ -50,7 +51,7 @@ class Weights:
         self._device = device
         self.dtype = np.dtype(dtype)
         self._narrow = self.dtype == bfloat16
-        self._vectors: dict[str, Array] = {}
+        self._vectors: dict[tuple[str, ...], Array] = {}
         self._stored: dict[tuple[str, ...], tuple[Any, ...]] = {}
         self._tiles: dict[tuple[str, ...], Tiles] = {}
         self._expert_tiles: dict[tuple[str, int], tuple[Tiles, Tiles]] = {}
@@ -88,6 +89,37 @@ class Weights:
             raise
         finally:
             self._awaited = None
+
+    @property
+    def on_tensor_cores(self) -> bool:
+        """Whether products are those kernels', which do not take every size."""
+        return self._narrow and self._device.name != "cpu"
+
+    def check(self, products: Iterable[str], sizes: Mapping[str, tuple[int, int]] | None = None) -> None:
+        """Refuse now what the first pass would fail on: sizes that the kernels of tensor cores do not take.
+
+        Parameters
+        ----------
+        products : weights
+            That :meth:`linear` is going to be called with.
+        sizes : from a name in the config to (size, whole number)
+            Of what it has to be a multiple.
+
+        Raises
+        ------
+        ValueError
+            The message names bundle, size, and what was expected.
+        """
+        if not self.on_tensor_cores:
+            return
+        dense = [name for name in products if not self._is_packed(name)]  # groups of 32 inputs fit
+        inputs = {f"inputs of {name}": (self._bundle.entries[name].shape[1], VECTOR) for name in dense}
+        for what, (size, of) in {**(sizes or {}), **inputs}.items():
+            if size % of:
+                raise ValueError(
+                    f"{self._bundle.path}: {what}={size}, expected a multiple of {of}, as the kernels of "
+                    "dtype='bfloat16' take it; those of 'float32' take any"
+                )
 
     def kinds(self) -> dict[str, int]:
         """How many tensors of each dtype there are: with the config, what a forward pass costs."""
@@ -200,19 +232,24 @@ class Weights:
         del self._stored[(name,)]
         return self._device.float32(stored)
 
-    def vector(self, name: str) -> Array:
-        """A norm's weight, a router's bias or a table that is read by rows: float32, as it is stored."""
-        if name not in self._vectors:
-            self._vectors[name] = self._device.put(self._bundle[name].astype(np.float32))
-        return self._vectors[name]
+    def vector(self, *names: str) -> Array:
+        """A norm's weight, a router's bias or a table that is read by rows: float32, as it is stored.
 
-    def embed(self, token_ids: Array) -> Array:
-        """Rows of the embedding, float32 [tokens, hidden]; a tied head and the embedding share one table."""
+        Several of one shape come stacked.
+        """
+        if names not in self._vectors:
+            stored = [self._bundle[name].astype(np.float32) for name in names]
+            self._vectors[names] = self._device.put(stored[0] if len(stored) == 1 else np.stack(stored))
+        return self._vectors[names]
+
+    def embed(self, token_ids: Array, rows: int | None = None, rest: int = 0) -> Array:
+        """As :func:`~kdtree_nb.kernels.embed.embed` of the embedding; a tied head and the embedding share one table."""
         name = "model.embed_tokens"
         if self._device.name == "cpu" and "lm_head" not in self._bundle:
+            token_ids = filled(token_ids, rows, rest)
             return self._tiled((name,)).values[token_ids // COLUMNS, :, token_ids % COLUMNS]
         (table,) = self._on_device((name,), "")
-        return embed(table, token_ids)
+        return embed(table, token_ids, rows, rest)
 
     def _is_packed(self, name: str) -> bool:
         return f"{name}.qw" in self._bundle

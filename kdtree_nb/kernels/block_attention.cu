@@ -4,6 +4,8 @@
 //           keeps the softmax in one pass. Then each lane sums the values of its own dimensions: lane, lane + 32, …
 // Grid      (rows, heads), 32 threads.
 // Invariant a row depends on its query and the keys it sees, which are taken from the first to the last.
+#include <cuda_bf16.h>
+
 #include "reduce.cuh"
 #include "turn.cuh"
 
@@ -11,10 +13,10 @@ constexpr int MAX_SIZE = 256;         // of a head
 constexpr int DIMS = MAX_SIZE / 32;   // that a lane sums
 
 extern "C" __global__ void block_attention(const float* queries,                 // [rows, heads, size]
-                                           const float* keys,                    // [capacity, kv_heads, size]
-                                           const float* values,                  // [capacity, kv_heads, size]
+                                           const CACHE* keys,                    // [capacity, kv_heads, size]
+                                           const CACHE* values,                  // [capacity, kv_heads, size]
                                            const int* prefix_len,                // [1] cached rows before the block
-                                           float* __restrict__ output,           // [rows, heads, size]
+                                           OUT* __restrict__ output,             // [rows, heads, size]
                                            int kv_heads, int size, int window, float scale)
 {
     take_turn();
@@ -32,10 +34,10 @@ extern "C" __global__ void block_attention(const float* queries,                
     for (int tile = first; tile < end; tile += 32) {
         float score = -INFINITY;
         if (tile + lane < end) {
-            const float* key = keys + size_t(tile + lane) * stride + kv_head * size;
+            const CACHE* key = keys + size_t(tile + lane) * stride + kv_head * size;
             score = 0.0f;
             for (int d = 0; d < size; ++d)
-                score = fmaf(query[d], key[d], score);
+                score = fmaf(query[d], float(key[d]), score);
             score *= scale;
         }
         const float above = fmaxf(highest, warp_max(score));
@@ -47,15 +49,15 @@ extern "C" __global__ void block_attention(const float* queries,                
             total[i] *= fade;
         for (int key = 0; key < min(32, end - tile); ++key) {
             const float weight = __shfl_sync(ALL_LANES, share, key);
-            const float* value = values + size_t(tile + key) * stride + kv_head * size;
+            const CACHE* value = values + size_t(tile + key) * stride + kv_head * size;
 #pragma unroll
             for (int i = 0; i < DIMS; ++i)
                 if (lane + 32 * i < size)
-                    total[i] = fmaf(weight, value[lane + 32 * i], total[i]);
+                    total[i] = fmaf(weight, float(value[lane + 32 * i]), total[i]);
         }
     }
 #pragma unroll
     for (int i = 0; i < DIMS; ++i)
         if (lane + 32 * i < size)
-            output[at + lane + 32 * i] = total[i] / sum;
+            output[at + lane + 32 * i] = OUT(total[i] / sum);
 }

@@ -12,13 +12,13 @@ RESERVED_BYTES = 1024
 """Of shared memory, that CUDA adds to each block."""
 
 
-def check_rows(kernel: str, x: Array, in_features: int, stack: tuple[int, ...] = ()) -> None:
-    """Raise a ValueError unless x is [*stack, rows, in_features] with contiguous rows."""
+def check_rows(kernel: str, x: Array, in_features: int, stack: tuple[int, ...] = (), name: str = "x") -> None:
+    """Raise a ValueError, which names the array, unless x is [*stack, rows, in_features] with contiguous rows."""
     if x.ndim != len(stack) + 2 or (*x.shape[:-2], x.shape[-1]) != (*stack, in_features):
         expected = ", ".join(map(str, (*stack, "rows", in_features)))
-        raise ValueError(f"{kernel}: x {list(x.shape)}, expected [{expected}]")
+        raise ValueError(f"{kernel}: {name} {list(x.shape)}, expected [{expected}]")
     if x.size and x.shape[-1] > 1 and x.strides[-1] != x.itemsize:
-        raise ValueError(f"{kernel}: the rows of x are not contiguous (strides {x.strides})")
+        raise ValueError(f"{kernel}: the rows of {name} are not contiguous (strides {x.strides})")
 
 
 def place_of(kernel: str, x: Array, out_features: int, out: Array | None) -> Array:

@@ -23,20 +23,21 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
-    add_norm(const float* x,       // [rows, features]
+    add_norm(const float* x,       // [rows, features], row_stride apart
              const float* delta,   // [rows, features]
              const float* weight,  // [features]
-             float* sum,           // [rows, features]: x + delta
+             float* sum,           // [rows, features]: x + delta, sum_stride apart
              OUT* y,               // [rows, features], float or bfloat16
-             int features, float eps)
+             int features, float eps, long long row_stride, long long sum_stride)
 {
     const size_t first = size_t(blockIdx.x) * features;
     Values row, added, scale;
     let_next_begin();
     load_values(scale, weight, features);
     wait_for_turn();
-    load_values(row, x + first, features);
+    load_values(row, x + blockIdx.x * row_stride, features);
     load_values(added, delta + first, features);
-    each_value(features, [&](int v, int i) { sum[first + i] = row[v] += added[v]; });
+    sum += blockIdx.x * sum_stride;
+    each_value(features, [&](int v, int i) { sum[i] = row[v] += added[v]; });
     write_normed(row, scale, y + first, features, eps);
 }

@@ -43,11 +43,12 @@ def add_norm(
     Parameters
     ----------
     x, delta : float32 [rows, features]
+        Rows of x may lie apart; each is contiguous.
     weight : float32 [features]
     dtype : float32 or bfloat16
         To which the normalised rows are rounded; the sum is not.
     out : float32 [rows, features], optional
-        Where the sum goes; by default a new array.
+        Where the sum goes, whose rows may lie apart as well; by default a new array.
 
     Returns
     -------
@@ -64,6 +65,7 @@ def add_norm(
         raise ValueError(
             f"add_norm: x {list(x.shape)}, delta {list(delta.shape)} and out {list(total.shape)} differ in shape"
         )
+    check_rows("add_norm", total, weight.shape[0], name="out")
     if not runs_cuda(x):
         total[...] = x + delta
         return total, rms_norm(total, weight, eps, dtype)
@@ -72,5 +74,6 @@ def add_norm(
         rows, features = x.shape
         cut = cut_of(features)
         kernel = _add_norm.specialize(OUT=c_type(y), **cut)
-        kernel((rows,), (cut["THREADS"],), (x, delta, weight, total, y, np.int32(features), np.float32(eps)))
+        sizes = (np.int32(features), np.float32(eps), elements(x, 0), elements(total, 0))
+        kernel((rows,), (cut["THREADS"],), (pointer(x), delta, weight, pointer(total), y, *sizes))
     return total, y

@@ -16,6 +16,8 @@ from kdtree_nb.reference import attention as reference
 
 TILE, THREADS, MAX_PATH, SPLIT_TILES = 64, 256, 1024, 16
 """Keys in a tile, threads in a block, most ancestors of a node, tiles in a split, as in ``tree_attention.cuh``."""
+CHUNK = 16
+"""Of what a latent's two parts are multiples: what one product of tensor cores takes."""
 HOPPER = "90"
 """The compute capability that has warpgroup products; CuPy does not compile them, NVRTC does."""
 SCRATCH_BYTES = 2**30
@@ -56,6 +58,11 @@ def geometry_of(nodes: int, heads: int, latent: int, processor: Processor) -> Ge
     """What fits there. Few nodes make few blocks, so each takes fewer heads where it can; a warpgroup takes 64.
 
     On Hopper the heads alone decide, as warpgroups add in another order.
+
+    Raises
+    ------
+    ValueError
+        If nothing does.
     """
     hopper = Geometry(64, warpgroups=True)
     if (
@@ -68,7 +75,14 @@ def geometry_of(nodes: int, heads: int, latent: int, processor: Processor) -> Ge
     most = 16 if nodes < 8 else 64
     rows = next(rows for rows in (16, 32, 64) if rows >= min(heads, most))
     choices = [Geometry(r, stages=stages) for r in (64, 32, 16) if r <= rows for stages in (2, 1)]
-    return next((g for g in choices if g.shared_bytes(latent) <= processor.shared_bytes), choices[-1])
+    fitting = [geometry for geometry in choices if geometry.shared_bytes(latent) <= processor.shared_bytes]
+    if not fitting:
+        least = choices[-1].shared_bytes(latent)
+        raise ValueError(
+            f"tree_attention_mma: a latent of {latent} elements takes {least} bytes of shared memory, "
+            f"expected at most {processor.shared_bytes}, which a block has here"
+        )
+    return fitting[0]
 
 
 def tree_attention_mma(
@@ -126,8 +140,8 @@ def launch(
 ) -> Array:
     """What :func:`tree_attention_mma` does, in a given geometry."""
     nodes, heads, latent = queries.shape
-    if not 0 < kv_lora_rank <= latent or kv_lora_rank % 16 or latent % 16:
-        raise ValueError(f"tree_attention_mma: kv_lora_rank={kv_lora_rank} of {latent}, expected multiples of 16")
+    if not 0 < kv_lora_rank <= latent or kv_lora_rank % CHUNK or latent % CHUNK:
+        raise ValueError(f"tree_attention_mma: kv_lora_rank={kv_lora_rank} of {latent}, expected multiples of {CHUNK}")
     if nodes > MAX_PATH + 1:
         raise ValueError(f"tree_attention_mma: {nodes} nodes, expected 0 to {MAX_PATH + 1}")
     xp = array_module(queries)

@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 from helpers import assert_same_bits
+from ml_dtypes import bfloat16
 
 from kdtree_nb.kernels.block_attention import MAX_SIZE, block_attention
 from kdtree_nb.reference.drafter import block_attention as specification
@@ -162,6 +163,18 @@ def test_any_order_of_threads(device):
     device.every_schedule(lambda: [block_attention(*block, prefix_len, 50)])
 
 
+@pytest.mark.parametrize(("rows", "heads", "kv_heads", "size"), [(8, 8, 8, 32), (5, 6, 2, 34), (3, 2, 1, MAX_SIZE)])
+def test_a_cache_of_bfloat16_counts_as_the_numbers_that_it_holds(device, rows, heads, kv_heads, size):
+    """The same bits as of a float32 cache with these numbers; a result in bfloat16 is that, rounded."""
+    queries, keys, values = random_block(np.random.default_rng(11), rows, heads, kv_heads, size, 70, 50)
+    keys, values = keys.astype(bfloat16), values.astype(bfloat16)
+    expected = run(device, queries, keys.astype(np.float32), values.astype(np.float32), 70, 50)
+    assert_same_bits(run(device, queries, keys, values, 70, 50), expected)
+    arrays = map(device.put, (queries, keys, values))
+    rounded = block_attention(*arrays, device.put([70], np.int32), 50, bfloat16)
+    assert_same_bits(device.host(rounded).view(bfloat16), expected.astype(bfloat16))
+
+
 def test_no_rows(device):
     assert run(device, *random_block(np.random.default_rng(9), 0, 2, 1, 8, 5), 5).shape == (0, 2, 8)
 
@@ -171,6 +184,10 @@ def test_numpy_arrays_take_the_specification():
     prefix_len = np.array([20], np.int32)
     assert_same_bits(block_attention(*block, prefix_len, 9), specification(*block, 11, 24))
     assert_same_bits(block_attention(*block, prefix_len, None), specification(*block, 0, 24))
+    rounded = block[0], *(cached.astype(bfloat16) for cached in block[1:])
+    exact = specification(*(array.astype(np.float32) for array in rounded), 11, 24)
+    assert_same_bits(block_attention(*rounded, prefix_len, 9), exact)
+    assert_same_bits(block_attention(*rounded, prefix_len, 9, bfloat16), exact.astype(bfloat16))
 
 
 @pytest.mark.parametrize(
@@ -194,6 +211,12 @@ def test_refuses_shapes(device, queries, keys, values, message):
 @pytest.mark.parametrize("which", range(3))
 def test_refuses_dtypes(device, which):
     arrays = [device.empty((4, 2, 8), np.float64 if which == at else np.float32) for at in range(3)]
-    name = ("queries", "keys", "values")[which]
-    with pytest.raises(TypeError, match=f"block_attention: .*'{name}' is float64"):
+    said = ("argument 'queries' is float64", "keys is float64", "argument 'values' is float64")[which]
+    with pytest.raises(TypeError, match=f"block_attention: {said}"):
+        block_attention(*arrays, device.put([1], np.int32), None)
+
+
+def test_refuses_keys_and_values_of_two_dtypes(device):
+    arrays = [device.empty((4, 2, 8), dtype) for dtype in (np.float32, np.float32, np.uint16)]
+    with pytest.raises(TypeError, match="block_attention: argument 'values' is uint16"):
         block_attention(*arrays, device.put([1], np.int32), None)

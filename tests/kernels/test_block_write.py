@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 from helpers import assert_same_bits
+from ml_dtypes import bfloat16
 
 from kdtree_nb.kernels.block_write import block_write
 from kdtree_nb.kernels.rms_norm import rms_norm
@@ -22,7 +23,7 @@ def table_of(size: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 class Layer:
-    """Random projections and norms on a device, and a cache of poison."""
+    """Random projections and norms of a layer on a device, and a cache of poison."""
 
     def __init__(self, device, tokens: int, heads: int, kv_heads: int, size: int, seed: int = 0) -> None:
         rng = np.random.default_rng([tokens, size, seed])
@@ -30,19 +31,54 @@ class Layer:
         self.projected = rng.standard_normal((tokens, (heads + 2 * kv_heads) * size)).astype(np.float32)
         self.norms = [rng.standard_normal(size).astype(np.float32) for _ in range(2)]
 
-    def write(self, prefix_len: int, tokens: slice = slice(None)) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    def write(
+        self, prefix_len: int, tokens: slice = slice(None), dtype: type = np.float32
+    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Queries, and the whole cache of keys and values after it."""
-        put = self.device.put
-        keys, values = (put(np.full((CAPACITY, self.kv_heads, self.size), np.nan, np.float32)) for _ in range(2))
-        norms, table = tuple(map(put, self.norms)), tuple(map(put, table_of(self.size)))
-        length = put([prefix_len], np.int32)
-        queries = block_write(put(self.projected[tokens]), (norms[0], norms[1]), EPS, table, length, keys, values)
-        return self.device.host(queries), self.device.host(keys), self.device.host(values)
+        queries, *cache = write_layers(self.device, [self], prefix_len, tokens, dtype)
+        return queries[:, 0], cache[0][0], cache[1][0]
 
     def by_head(self) -> list[np.ndarray]:
         """Projected queries, keys and values [tokens, heads, size]."""
         heads = self.projected.reshape(len(self.projected), -1, self.size)
         return np.split(heads, [self.heads, self.heads + self.kv_heads], axis=1)
+
+
+def write_layers(device, layers: list[Layer], prefix_len: int, tokens: slice = slice(None), dtype: type = np.float32):
+    """Of layers of the same sizes, in one launch: queries, keys and values; those of bfloat16 as it is on the host."""
+    put, host = device.put, device.host
+    shape = (len(layers), CAPACITY, layers[0].kv_heads, layers[0].size)
+    keys, values = (put(np.full(shape, np.nan, dtype)) for _ in range(2))
+    norms, table = ([put(np.stack([layer.norms[of] for layer in layers])) for of in (0, 1)], table_of(layers[0].size))
+    projected = put(np.concatenate([layer.projected[tokens] for layer in layers], axis=1))
+    length = put([prefix_len], np.int32)
+    queries = block_write(projected, (norms[0], norms[1]), EPS, tuple(map(put, table)), length, keys, values)
+    return host(queries), *(host(cached).view(dtype) for cached in (keys, values))
+
+
+@pytest.mark.parametrize("layers", [2, 5])
+@pytest.mark.parametrize("dtype", [np.float32, bfloat16])
+def test_layers_side_by_side_are_each_alone(device, layers, dtype):
+    """With queries and without, as a block has them and as the tokens that were committed."""
+    for heads in (4, 0):
+        each = [Layer(device, 7, heads, 2, 34, seed) for seed in range(layers)]
+        together = write_layers(device, each, 9, dtype=dtype)
+        for at, layer in enumerate(each):
+            queries, keys, values = layer.write(9, dtype=dtype)
+            assert_same_bits(np.ascontiguousarray(together[0][:, at]), np.ascontiguousarray(queries))
+            assert_same_bits(together[1][at], keys)
+            assert_same_bits(together[2][at], values)
+
+
+@pytest.mark.parametrize(("tokens", "heads", "kv_heads", "size"), SIZES)
+def test_a_cache_of_bfloat16_has_the_same_numbers_rounded(device, tokens, heads, kv_heads, size):
+    layer = Layer(device, tokens, heads, kv_heads, size)
+    exact, rounded = layer.write(11), layer.write(11, dtype=bfloat16)
+    assert_same_bits(rounded[0], exact[0])
+    for found, expected in zip(rounded[1:], exact[1:], strict=True):
+        written = slice(11, 11 + tokens)
+        assert_same_bits(found[written], expected[written].astype(bfloat16))
+        assert np.isnan(np.delete(found, np.r_[written], axis=0).astype(np.float32)).all()
 
 
 @pytest.mark.parametrize(("tokens", "heads", "kv_heads", "size"), SIZES)
@@ -120,21 +156,40 @@ def test_numpy_arrays_take_the_specification():
 
 
 def test_refuses(device):
-    def write(projected: tuple, keys: tuple, values: tuple | None = None, norm: int = 8, pairs: int = 4) -> None:
+    def write(
+        projected: tuple,
+        keys: tuple,
+        values: tuple | None = None,
+        norm: int = 8,
+        pairs: int = 4,
+        dtype: type = np.float32,
+    ):
         empty = device.empty
-        norms = empty(8, np.float32), empty(norm, np.float32)
+        norms = empty((1, 8), np.float32), empty((1, norm), np.float32)
         table = empty((9, pairs), np.float32), empty((9, pairs), np.float32)
-        cache = empty(keys, np.float32), empty(values or keys, np.float32)
+        cache = empty(keys, dtype), empty(values or keys, np.float32)
         block_write(empty(projected, np.float32), norms, EPS, table, empty(1, np.int32), *cache)
 
-    with pytest.raises(ValueError, match=r"block_write: projected \[2, 2, 8\], keys \[9, 1, 8\]"):
-        write((2, 2, 8), (9, 1, 8))
-    with pytest.raises(ValueError, match=r"keys \[9, 1, 8\] and values \[9, 2, 8\]"):
-        write((2, 24), (9, 1, 8), (9, 2, 8))
+    with pytest.raises(ValueError, match=r"block_write: projected \[2, 2, 8\], keys \[1, 9, 1, 8\]"):
+        write((2, 2, 8), (1, 9, 1, 8))
+    with pytest.raises(ValueError, match=r"keys \[1, 9, 1, 8\] and values \[1, 9, 2, 8\]"):
+        write((2, 24), (1, 9, 1, 8), (1, 9, 2, 8))
+    with pytest.raises(ValueError, match=r"keys \[9, 1, 8\] and values .*\[layers, capacity, kv_heads, size\]"):
+        write((2, 24), (9, 1, 8))
+    with pytest.raises(TypeError, match=r"block_write: argument 'values' is float32 .*, expected bfloat16"):
+        write((2, 24), (1, 9, 1, 8), dtype=np.uint16)
+    with pytest.raises(TypeError, match=r"block_write: keys is float64, expected float32, bfloat16"):
+        write((2, 24), (1, 9, 1, 8), dtype=np.float64)
     for columns in (20, 8):
-        with pytest.raises(ValueError, match=rf"projected \[2, {columns}\], expected heads of 8, 2 or more"):
-            write((2, columns), (9, 1, 8))
-    with pytest.raises(ValueError, match=r"norms \[8\] and \[7\], table \[9, 4\], expected \[8\] and \[positions, 4\]"):
-        write((2, 24), (9, 1, 8), norm=7)
-    with pytest.raises(ValueError, match=r"table \[9, 3\], expected \[8\] and \[positions, 4\]"):
-        write((2, 24), (9, 1, 8), pairs=3)
+        with pytest.raises(
+            ValueError, match=rf"projected \[2, {columns}\], expected of each of 1 layers heads of 8, 2"
+        ):
+            write((2, columns), (1, 9, 1, 8))
+    with pytest.raises(ValueError, match=r"projected \[2, 24\], expected of each of 2 layers heads of 8, 2 or more"):
+        write((2, 24), (2, 9, 1, 8))
+    with pytest.raises(
+        ValueError, match=r"norms \[1, 8\] and \[1, 7\], table \[9, 4\], expected \[1, 8\] and \[positio"
+    ):
+        write((2, 24), (1, 9, 1, 8), norm=7)
+    with pytest.raises(ValueError, match=r"table \[9, 3\], expected \[1, 8\] and \[positions, 4\]"):
+        write((2, 24), (1, 9, 1, 8), pairs=3)

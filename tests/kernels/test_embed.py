@@ -19,6 +19,16 @@ def test_rows_arrive_exactly(device, tokens, rows, features, dtype):
     assert_same_bits(y, table[token_ids].astype(np.float32))
 
 
+@pytest.mark.parametrize(("tokens", "rows"), [(1, 8), (3, 3), (0, 5), (2, 2)])
+def test_the_rest_is_one_token(device, tokens, rows):
+    """A drafter's block: the last committed token, and masks."""
+    table = np.random.default_rng(2).standard_normal((9, 40)).astype(bfloat16)
+    ids = np.array([7, 0, 8], np.int32)[:tokens]
+    expected = table[[*ids, *[4] * (rows - tokens)]].astype(np.float32)
+    assert_same_bits(device.host(embed(device.put(table), device.put(ids), rows, 4)), expected)
+    assert_same_bits(embed(table, ids, rows, 4), expected)
+
+
 def test_padding_reads_nothing_before_the_table(device):
     table = np.random.default_rng(0).standard_normal((4, 9)).astype(np.float32)
     y = device.host(embed(device.put(table), device.put([2, -1, 3], np.int32)))

@@ -53,6 +53,8 @@ VARIANTS = {path.name: NO_DEFINES for path in files("kdtree_nb.kernels").iterdir
         for threads, values in (("1024", "7"), ("512", "4"))
     ],
     "latent_write.cu": [{"CACHE": name, "THREADS": "256", "VALUES": "2"} for name in ("__nv_bfloat16", "float")],
+    "block_attention.cu": [{"CACHE": name, "OUT": name} for name in ("__nv_bfloat16", "float")],
+    "block_write.cu": [{"CACHE": "__nv_bfloat16"}, {"CACHE": "float"}],
     "cache_commit.cu": [{"VALUE": "__nv_bfloat16"}, {"VALUE": "float"}],
     "embed.cu": [{"VALUE": "__nv_bfloat16"}, {"VALUE": "float"}],
     "dense_mma.cu": DENSE_MMA,

@@ -98,6 +98,22 @@ def test_a_sum_and_its_norm_have_the_bits_of_two_steps(device, rows, features, d
     assert np.isnan(device.host(stack[::2])).all()
 
 
+@pytest.mark.parametrize("features", [1, 40, 600])
+def test_rows_of_a_sum_may_lie_apart(device, features):
+    """Among the outputs of other layers, from which the next sum takes it."""
+    rng = np.random.default_rng(8)
+    weight = device.put(rng.standard_normal(features), np.float32)
+    a, b = (device.put(rng.standard_normal((5, features)), np.float32) for _ in range(2))
+    expected, _ = add_norm(a, b, weight, 1e-6)
+    taps = device.empty((5, 3, features), np.float32)
+    total, y = add_norm(a, b, weight, 1e-6, out=taps[:, 1])
+    found = device.host(taps)
+    assert_same_bits(np.ascontiguousarray(found[:, 1]), device.host(expected))
+    assert np.isnan(found[:, ::2]).all()
+    for apart, together in zip(add_norm(total, y, weight, 1e-6), add_norm(expected, y, weight, 1e-6), strict=True):
+        assert_same_bits(device.host(apart), device.host(together))
+
+
 @pytest.mark.parametrize("features", [40, 600])
 def test_a_row_of_a_sum_does_not_depend_on_the_rows_beside_it(device, features):
     rng = np.random.default_rng(7)
@@ -164,6 +180,8 @@ def test_refuses(device):
         add_norm(x, x[:1], weight, 1e-6)
     with pytest.raises(ValueError, match=r"add_norm: x \[2, 8\], delta \[2, 8\] and out \[3, 8\] differ in shape"):
         add_norm(x, x, weight, 1e-6, out=device.empty((3, 8), np.float32))
+    with pytest.raises(ValueError, match=r"add_norm: the rows of out are not contiguous"):
+        add_norm(x, x, weight, 1e-6, out=device.empty((2, 16), np.float32)[:, ::2])
     with pytest.raises(ValueError, match=r"add_norm: .*'delta'.*expected C-contiguous"):
         add_norm(x, device.empty((2, 16), np.float32)[:, ::2], weight, 1e-6)
     with pytest.raises(TypeError, match=r"add_norm: .*'sum' is float64"):
