@@ -86,11 +86,14 @@ def test_a_draft_launches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dtype
 def test_a_pass_launches(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dtype: str, storage: dict[str, Any], shared: str
 ) -> None:
-    """Ten for attention, one less without a rank of queries, three for an MLP, six for experts, one for each norm."""
+    """Ten for attention, one less without a rank of queries, three for an MLP, six for experts, one for each norm.
+
+    Experts beside the others take two more: the first of their products is the router's as well.
+    """
     mlp = MLP if not storage else SHARED
     dense, sparse = [ATTENTION, "add_norm", mlp, "add_norm"], [ATTENTION, "add_norm", EXPERTS, "add_norm"]
-    if shared:  # between the router's product and its choice
-        sparse[2] = EXPERTS.replace("dense_gemm", f"dense_gemm {shared}")
+    if shared:
+        sparse[2] = EXPERTS.replace("moe_route", f"moe_route {shared.removeprefix('dense_gemm ')}")
     expected = " ".join(["embed", "rms_norm", *dense, *sparse, "dense_gemm"])
     if dtype == "bfloat16":
         for exact, mma in (("gemm", "mma"), ("moe_gate_up", "moe_gate_up_mma"), ("moe_down", "moe_down_mma")):

@@ -93,9 +93,9 @@ class Model:
             if config.is_dense(layer):
                 mlps.append(mlp)
                 continue
-            yield (f"{mlp}.gate",)
+            yield self._beside_experts(mlp)
             if config.n_shared_experts and not self.weights.shared_behind(mlp, config):
-                mlps.append(f"{mlp}.shared_experts")
+                yield (f"{mlp}.shared_experts.down_proj",)
         for at in mlps:
             yield f"{at}.gate_proj", f"{at}.up_proj"
             yield (f"{at}.down_proj",)
@@ -181,19 +181,24 @@ class Model:
     def _mlp(self, layer: int, x: Array) -> Array:
         config, at = self.config, f"model.layers.{layer}.mlp"
         if config.is_dense(layer):
-            return self._swiglu(x, at)
+            return self._down(self.weights.linear(x, f"{at}.gate_proj", f"{at}.up_proj"), at)
         bias = self.weights.vector(f"{at}.gate.e_score_correction_bias")
-        logits = self.weights.linear(x, f"{at}.gate")
         if not runs_cuda(x):
-            expert_ids, weights = moe_route(logits, bias, config)
+            expert_ids, weights = moe_route(self.weights.linear(x, f"{at}.gate"), bias, config)
             shared = range(config.n_routed_experts, config.n_routed_experts + config.n_shared_experts)
             tiles_of = self.weights.expert_tiles(at, config)
             return moe_by_blocks(self.device.float32(x), expert_ids, weights, shared, tiles_of, self.weights.dtype)
-        behind = self.weights.shared_behind(at, config)
-        beside = self._swiglu(x, f"{at}.shared_experts") if config.n_shared_experts > behind else None
-        expert_ids, weights = moe_route(logits, bias, config, behind)
+        logits = self.weights.linear(x, *self._beside_experts(at))
+        logits, gate_up = logits[:, : config.n_routed_experts], logits[:, config.n_routed_experts :]
+        expert_ids, weights = moe_route(logits, bias, config, self.weights.shared_behind(at, config))
+        beside = self._down(gate_up, f"{at}.shared_experts") if gate_up.size else None
         return self.weights.moe(x, expert_ids, weights, at, config, beside)
 
-    def _swiglu(self, x: Array, at: str) -> Array:
-        gate_up = self.weights.linear(x, f"{at}.gate_proj", f"{at}.up_proj")
+    def _beside_experts(self, at: str) -> tuple[str, ...]:
+        """Weights of one product: the router's, and those of shared experts that are not among the routed ones."""
+        if not self.config.n_shared_experts or self.weights.shared_behind(at, self.config):
+            return (f"{at}.gate",)
+        return f"{at}.gate", f"{at}.shared_experts.gate_proj", f"{at}.shared_experts.up_proj"
+
+    def _down(self, gate_up: Array, at: str) -> Array:
         return self.weights.linear(swiglu(gate_up, self.weights.dtype), f"{at}.down_proj")

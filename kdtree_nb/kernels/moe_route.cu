@@ -43,12 +43,12 @@ __device__ __forceinline__ int take_best(Best& own, unsigned* places, int count)
     return id;
 }
 
-extern "C" __global__ void moe_route(const float* logits,               // [tokens, experts]
+extern "C" __global__ void moe_route(const float* logits,               // [tokens, experts], row_stride apart
                                      const float* __restrict__ bias,    // [experts]
                                      int* __restrict__ expert_ids,      // [tokens, top_k + shared]
                                      float* __restrict__ weights,       // [tokens, top_k + shared]
                                      int experts, int top_k, int shared, int groups, int top_groups, int normalize,
-                                     float scaling)
+                                     float scaling, long long row_stride)
 {
     take_turn();
     __shared__ float score[MAX_EXPERTS];
@@ -57,7 +57,7 @@ extern "C" __global__ void moe_route(const float* logits,               // [toke
     const size_t token = blockIdx.x;
 #pragma unroll 1
     for (int e = threadIdx.x; e < experts; e += blockDim.x) {
-        const float logit = logits[token * experts + e], shift = bias[e];
+        const float logit = logits[token * row_stride + e], shift = bias[e];
         score[e] = 1.0f / (1.0f + expf(-logit));
         choice[e] = ordered(score[e] + shift);
     }

@@ -3,8 +3,8 @@
 import numpy as np
 
 from kdtree_nb.config import ModelConfig
-from kdtree_nb.kernels.gemm import threads_for
-from kdtree_nb.kernels.launch import Array, Kernel, array_module, runs_cuda
+from kdtree_nb.kernels.gemm import check_rows, elements, threads_for
+from kdtree_nb.kernels.launch import Array, Kernel, array_module, pointer, runs_cuda
 from kdtree_nb.reference import moe as reference
 
 _moe_route = Kernel("moe_route.cu")
@@ -16,6 +16,7 @@ def moe_route(logits: Array, bias: Array, config: ModelConfig, shared: int = 0) 
     Parameters
     ----------
     logits : float32 [tokens, experts]
+        Rows may lie apart; each is contiguous.
     bias : float32 [experts]
     shared : int
         How many experts, with the ids that follow, every token has besides: behind its choice, with weight 1.
@@ -35,6 +36,7 @@ def moe_route(logits: Array, bias: Array, config: ModelConfig, shared: int = 0) 
         raise ValueError(
             f"moe_route: logits {list(logits.shape)} and bias {list(bias.shape)}, expected {experts} experts"
         )
+    check_rows("moe_route", logits, experts, name="logits")
     if not runs_cuda(logits):
         expert_ids, weights = reference.moe_route(logits, bias, config)
         every = np.arange(experts, experts + shared, dtype=np.int32) + np.zeros((tokens, 1), np.int32)
@@ -47,5 +49,6 @@ def moe_route(logits: Array, bias: Array, config: ModelConfig, shared: int = 0) 
             np.int32(n) for n in (experts, top_k, shared, config.n_group, config.topk_group, config.norm_topk_prob)
         ]
         scaling = np.float32(config.routed_scaling_factor)
-        _moe_route((tokens,), (threads_for(experts, 1024),), (logits, bias, expert_ids, weights, *sizes, scaling))
+        arrays = pointer(logits), bias, expert_ids, weights
+        _moe_route((tokens,), (threads_for(experts, 1024),), (*arrays, *sizes, scaling, elements(logits, 0)))
     return expert_ids, weights

@@ -7,15 +7,15 @@
 
 #include "turn.cuh"
 
-extern "C" __global__ void swiglu(const float* gate_up,               // [rows, 2 · width]
+extern "C" __global__ void swiglu(const float* gate_up,               // [rows, 2 · width], row_stride apart
                                   OUT* __restrict__ y,                // [rows, width], float or bfloat16
-                                  int width)
+                                  int width, long long row_stride)
 {
     take_turn();
     const size_t row = blockIdx.x;
     const int i = blockIdx.y * blockDim.x + threadIdx.x;
     if (i >= width)
         return;
-    const float gate = gate_up[row * 2 * width + i], up = gate_up[row * 2 * width + width + i];
+    const float gate = gate_up[row * row_stride + i], up = gate_up[row * row_stride + width + i];
     y[row * width + i] = OUT(gate * (1.0f / (1.0f + expf(-gate))) * up);
 }

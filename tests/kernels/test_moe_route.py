@@ -228,6 +228,15 @@ def test_more_tokens_than_a_grid_is_high(device):
     np.testing.assert_array_equal(ids[:, 0], np.arange(65_537) * 7 % 11)
 
 
+def test_rows_may_lie_apart(device):
+    logits, bias = np.random.default_rng(1).normal(0, 1, (5, 40)).astype(np.float32), np.zeros(12, np.float32)
+    config = router(12, 4)
+    apart = moe_route(device.put(logits)[:, 9:21], device.put(bias), config)
+    together = moe_route(device.put(np.ascontiguousarray(logits[:, 9:21])), device.put(bias), config)
+    for found, expected in zip(apart, together, strict=True):
+        assert_same_bits(device.host(found), device.host(expected))
+
+
 def test_no_tokens(device):
     ids, weights = run(device, np.zeros((0, 12)), np.zeros(12), router(12, 4))
     assert (ids.dtype, ids.shape, weights.shape) == (np.int32, (0, 4), (0, 4))
