@@ -15,6 +15,7 @@ from kdtree_nb.engine.drafter import NO_DRAFTER
 from kdtree_nb.engine.rounds import Rounds, prefill
 from kdtree_nb.kernels.cache_commit import cache_commit
 from kdtree_nb.kernels.choose_tokens import choose_tokens
+from kdtree_nb.kernels.close_round import close_round
 from kdtree_nb.kernels.launch import Array
 from kdtree_nb.kernels.tree_accept import tree_accept
 from kdtree_nb.kernels.tree_build import tree_build
@@ -116,8 +117,7 @@ def _step(engine: Engine, count: int) -> Step:
         if drafter.taps:
             drafter.observe(features[accepted.path])
         cache_commit(cache.rows, cache.length, accepted.path, accepted.length)
-        last[:] = accepted.tokens[accepted.length - 1]
-        xp.subtract(left, accepted.length, out=left)
+        close_round(accepted, count, last, left)
 
     needed = pass_bytes(engine.config, engine.bundle.entries, count, context, cache.rows.itemsize)
     parts = pass_time, draft, build, microseconds([commit])

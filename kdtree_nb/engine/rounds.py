@@ -17,8 +17,8 @@ from kdtree_nb.engine.device import Device, Mailbox
 from kdtree_nb.engine.drafter import Drafter, Proposal, cut
 from kdtree_nb.engine.graph import Graph
 from kdtree_nb.engine.model import Model
-from kdtree_nb.engine.weights import joined
 from kdtree_nb.kernels.choose_tokens import WORDS, Sampling, choose_tokens
+from kdtree_nb.kernels.close_round import close_round
 from kdtree_nb.kernels.launch import Array
 from kdtree_nb.kernels.tree_accept import tree_accept
 from kdtree_nb.kernels.tree_build import MAX_BUDGET, tree_build
@@ -257,8 +257,7 @@ class Rounds:
     def _verify(self, tree: DraftTree, max_path: int) -> tuple[Array, Array]:
         """One target forward over a tree: its logits, and what was accepted and committed.
 
-        The second is all that the host has to read, int32 [2 + 2 · max_path], less on a CPU: the tree's nodes, and how
-        many entries count in the two arrays that follow, the committed tokens and the accepted path.
+        The second is all that the host has to read: of :func:`close_round`, where a CPU has no padding.
         """
         logits, features = self.model.forward(tree.tokens, tree.parents, tree.depths, self.cache, self.drafter.taps)
         targets = choose_tokens(logits, self.cache.length, tree.depths, self.sampling)
@@ -266,12 +265,7 @@ class Rounds:
         if self.drafter.taps:
             self.drafter.observe(features[accepted.path])  # −1, where the path has ended, is some row too
         self.cache.commit(accepted.path, accepted.length)
-        self.root[:] = accepted.tokens[accepted.length - 1]
-        self.left -= accepted.length
-        nodes = tree.num_nodes
-        if isinstance(nodes, int):
-            nodes = self.device.xp.full(1, nodes, np.int32)
-        return logits, joined(nodes, accepted.length, accepted.tokens, accepted.path)
+        return logits, close_round(accepted, tree.num_nodes, self.root, self.left)
 
 
 def prefill(model: Model, cache: LatentCache, tokens: np.ndarray, drafter: Drafter | None = None) -> None:

@@ -49,7 +49,7 @@ __device__ __forceinline__ void multiply(const Stage& stage, float (&sum)[TILES]
     }
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
+extern "C" __global__ void __launch_bounds__(THREADS, 1)
     dense_mma(const uint4* x,                    // [stack, rows, in / 8], 8 bfloat16 each, strides below
               const uint4* __restrict__ weight,  // [stack, out, in / 8], 8 bfloat16 each
               OUT* __restrict__ y,               // [stack, rows, out], likewise

@@ -8,7 +8,7 @@
 
 constexpr int UNROLL = TILES * ROWS > 32 || PER_PART > 8 ? 1 : PER_PART;  // where the code stays short
 
-extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
+extern "C" __global__ void __launch_bounds__(THREADS, 1)
     w4a16_mma(const uint4* x,                    // [rows, in / 8], 8 bfloat16 each
               const uint4* __restrict__ codes,   // [tiles, steps, 32], by lane
               const uint4* __restrict__ scales,  // [tiles, steps, 4], 8 bfloat16 each

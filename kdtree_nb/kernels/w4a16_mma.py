@@ -43,7 +43,6 @@ class Geometry(NamedTuple):
     tiles: int
     rows: int
     stages: int
-    blocks: int = 1  # for which a multiprocessor must have registers
 
     @property
     def stage_bytes(self) -> int:
@@ -63,7 +62,7 @@ class Geometry(NamedTuple):
 
 
 class Plan(NamedTuple):
-    """Parts of the inputs, and for rows of x up to a number the rest of a geometry: tiles, rows, stages, blocks."""
+    """Parts of the inputs, and for rows of x up to a number the rest of a geometry: tiles, rows, stages."""
 
     parts: int
     geometries: dict[float, tuple[int, ...]]
@@ -76,7 +75,7 @@ class Plan(NamedTuple):
 SHORT = Plan(8, {4: (1, 8, 5), 8: (2, 8, 4), 32: (2, 16, 4), inf: (2, 32, 3)})
 LONG = Plan(16, {4: (1, 8, 5), 16: (2, 8, 3), 32: (2, 16, 3), inf: (2, 32, 2)})
 MIDDLE = Plan(8, {8: (2, 8, 4), 16: (2, 16, 4), 32: (2, 32, 3), inf: (4, 32, 2)})
-WIDE = Plan(4, {4: (2, 8, 5), 8: (4, 8, 4), 16: (4, 16, 4), inf: (4, 32, 2, 3)})
+WIDE = Plan(4, {4: (2, 8, 5), 8: (4, 8, 4), 32: (4, 16, 4), inf: (4, 32, 3)})
 
 
 def plan_of(out_features: int, in_features: int) -> Plan:

@@ -1,0 +1,36 @@
+"""The end of a round: its state moves on, and all that the host has to read is put together."""
+
+import numpy as np
+
+from kdtree_nb.kernels.gemm import threads_for
+from kdtree_nb.kernels.launch import Array, Kernel, array_module, runs_cuda
+from kdtree_nb.kernels.tree_accept import Acceptance
+
+_close_round = Kernel("close_round.cu")
+
+
+def close_round(accepted: Acceptance, num_nodes: Array | int, root: Array, left: Array) -> Array:
+    """Make the last committed token the root, and take the committed from what is left.
+
+    Parameters
+    ----------
+    num_nodes : int, or int32 [1] where only the device knows it
+        Of the tree, the root included.
+    root, left : int32 [1]
+        Changed in place.
+
+    Returns
+    -------
+    int32 [2 + 2 · max_path]
+        ``num_nodes`` and ``accepted.length``, then ``accepted.tokens`` and ``accepted.path``.
+    """
+    path, tokens, length = accepted
+    if not runs_cuda(tokens):
+        root[:] = tokens[length - 1]
+        left -= length
+        return np.concatenate([np.array([num_nodes], np.int32).ravel(), length, tokens, path])
+    report = array_module(tokens).empty(2 + 2 * len(path), np.int32)
+    known = isinstance(num_nodes, int)
+    arrays = path, tokens, length, None if known else num_nodes, root, left, report
+    _close_round((1,), (threads_for(len(path)),), (*arrays, np.int32(num_nodes if known else 0), np.int32(len(path))))
+    return report
