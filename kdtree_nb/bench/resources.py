@@ -11,7 +11,7 @@ ARCHS = ("sm_80", "sm_90a", "sm_100", "sm_120")
 DEFINES: dict[str, dict[str, str]] = {
     "dense_gemm.cu": {"WEIGHT": "__nv_bfloat16"},
     "dense_mma.cu": {"IN_FEATURES": "2048", "OUT": "float"}
-    | {"PARTS": "8", "TILES": "1", "ROWS": "16", "STAGES": "3", "BLOCKS": "1"},
+    | {"PARTS": "8", "TILES": "1", "ROWS": "16", "STAGES": "3"},
     "w4a16_gemm.cu": {"SCALE": "__nv_bfloat16"},
     "tree_attention_mma.cu": {"KV_LORA": "512", "ROPE": "64", "ROWS": "64", "STAGES": "2"},
     "tree_attention_wgmma.cu": {"KV_LORA": "512", "ROPE": "64"},
@@ -23,7 +23,7 @@ DEFINES: dict[str, dict[str, str]] = {
     "block_write.cu": {"CACHE": "__nv_bfloat16"},
     "cache_commit.cu": {"VALUE": "__nv_bfloat16"},
     "embed.cu": {"VALUE": "__nv_bfloat16"},
-    "w4a16_mma.cu": {"IN_FEATURES": "7168", "PARTS": "8", "TILES": "2", "ROWS": "16", "STAGES": "4", "BLOCKS": "1"},
+    "w4a16_mma.cu": {"IN_FEATURES": "7168", "PARTS": "8", "TILES": "2", "ROWS": "16", "STAGES": "4"},
     "moe.cu": {"WEIGHT": "Int4Weight<__nv_bfloat16>", "VALUE": "uint4", "SCALE": "__nv_bfloat16"},
     "moe_mma.cu": {"IN_FEATURES": "7168", "PARTS": "4", "TILES": "4", "STAGES": "4"},
 }

@@ -206,7 +206,7 @@ def _launch(
     sizes: tuple[int, ...],
 ) -> None:
     _, out_features, in_features = weight.shape
-    parts, tiles, _, stages, _ = geometry
+    parts, tiles, _, stages = geometry
     columns = -(-out_features // (16 * tiles))
     special = kernel.specialize(IN_FEATURES=in_features, PARTS=parts, TILES=tiles, STAGES=stages)
     numbers = [np.int32(n) for n in (weight.codes.shape[1], columns, *sizes)]
