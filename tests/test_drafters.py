@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kdtree_nb.engine import Oracle, PromptLookup
-from kdtree_nb.engine.drafter import Proposal, cut
+from kdtree_nb.engine.drafter import Proposal
 from kdtree_nb.reference.tree import tree_build
 
 VOCAB = 50
@@ -23,20 +23,6 @@ def assert_valid(proposal: Proposal, length: int, width: int, vocab_size: int) -
     assert (log_probs[:, :-1] >= log_probs[:, 1:]).all()
     assert ((token_ids >= 0) & (token_ids < vocab_size)).all()
     tree_build(0, log_probs, token_ids, 16)
-
-
-@pytest.mark.parametrize("width_of_parents", [(), (3,)], ids=["marginals", "conditionals"])
-@pytest.mark.parametrize("most_drafts", [-1, 0, 2, np.array([2], np.int32), 9])
-@pytest.mark.parametrize("chain", [False, True])
-def test_where_a_round_wants_nodes(
-    width_of_parents: tuple[int, ...], most_drafts: int | np.ndarray, chain: bool
-) -> None:
-    log_probs = -np.arange(4 * 3 * (3 if width_of_parents else 1), dtype=np.float32).reshape(4, *width_of_parents, 3)
-    found = cut(log_probs, most_drafts, chain)
-    assert found.dtype == np.float32
-    for place, value in np.ndenumerate(log_probs):
-        wanted = place[0] < int(most_drafts if isinstance(most_drafts, int) else most_drafts[0])
-        assert found[place] == (value if wanted and not (chain and place[-1]) else -np.inf)
 
 
 # ---- prompt look-up --------------------------------------------------------------------------------------------------

@@ -9,7 +9,7 @@ from helpers import assert_same_bits, count_nodes, random_parents, root_path
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kdtree_nb.reference.tree import DraftTree, ancestors, cache_commit, tree_accept, tree_build, visibility
+from kdtree_nb.reference.tree import DraftTree, ancestors, cache_commit, cut, tree_accept, tree_build, visibility
 
 Ranks = tuple[int, ...]
 
@@ -511,3 +511,14 @@ def test_rounds_follow_each_other():
         cache_commit(cache, len(committed) - 1, np.array(path))
         committed += [*nodes[path[1:]], 10 * nodes[path[-1]]]
     assert cache[0, : len(committed) - 1, 0].tolist() == committed[:-1]
+
+
+@pytest.mark.parametrize("width_of_parents", [(), (3,)], ids=["marginals", "conditionals"])
+@pytest.mark.parametrize("most_depth", [-1, 0, 2, 9])
+@pytest.mark.parametrize("chain", [False, True])
+def test_where_a_round_wants_nodes(width_of_parents: tuple[int, ...], most_depth: int, chain: bool) -> None:
+    log_probs = -np.arange(4 * 3 * (3 if width_of_parents else 1), dtype=np.float32).reshape(4, *width_of_parents, 3)
+    found = cut(log_probs, most_depth, chain)
+    assert found.dtype == np.float32
+    for place, value in np.ndenumerate(log_probs):
+        assert found[place] == (value if place[0] < most_depth and not (chain and place[-1]) else -np.inf)

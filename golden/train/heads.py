@@ -22,10 +22,13 @@ from safetensors.torch import load_file  # noqa: E402
 from kdtree_nb.acceptance import Walk, first_children  # noqa: E402
 from kdtree_nb.engine import Engine, Proposal  # noqa: E402
 from kdtree_nb.engine.cache import LatentCache  # noqa: E402
-from kdtree_nb.engine.drafter import cut  # noqa: E402
 from kdtree_nb.engine.rounds import prefill  # noqa: E402
 from kdtree_nb.reference.transition import reweigh  # noqa: E402
-from kdtree_nb.reference.tree import tree_accept, tree_build  # noqa: E402
+from kdtree_nb.reference.tree import (  # noqa: E402
+    cut,
+    tree_accept,
+    tree_build,
+)
 
 BUDGETS = (8, 16, 32, 64, 128, 256)
 NEW_TOKENS = 64

@@ -4,7 +4,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from kdtree_nb.kernels.launch import Array, array_module
+from kdtree_nb.kernels.launch import Array
 
 if TYPE_CHECKING:
     from kdtree_nb.engine.cache import LatentCache
@@ -23,23 +23,6 @@ class Proposal(NamedTuple):
     log_probs: Array
     token_ids: Array
     children: Array | None = None
-
-
-def cut(log_probs: Array, most_drafts: Array | int, chain: bool) -> Array:
-    """A proposal's log-probabilities as a round's tree takes them, −inf where there shall be no node.
-
-    Parameters
-    ----------
-    most_drafts : int, or int32 [1] where they are
-        Depths that can still be accepted: a round's last token is the target's own.
-    chain : bool
-        Whether each node has one child, the most probable.
-    """
-    xp = array_module(log_probs)
-    wanted = xp.arange(len(log_probs)).reshape(-1, *[1] * (log_probs.ndim - 1)) < most_drafts
-    if chain:
-        wanted = wanted & (xp.arange(log_probs.shape[-1]) == 0)
-    return xp.where(wanted, log_probs, np.float32(-np.inf))
 
 
 class Drafter:

@@ -14,7 +14,7 @@ import numpy as np
 
 from kdtree_nb.engine.cache import LatentCache
 from kdtree_nb.engine.device import Device, Mailbox
-from kdtree_nb.engine.drafter import Drafter, Proposal, cut
+from kdtree_nb.engine.drafter import Drafter, Proposal
 from kdtree_nb.engine.graph import Graph
 from kdtree_nb.engine.model import Model
 from kdtree_nb.kernels.choose_tokens import WORDS, Sampling, choose_tokens
@@ -221,8 +221,8 @@ class Rounds:
             log_probs, token_ids = self.device.put(proposal.log_probs), self.device.put(proposal.token_ids)
             children = None if proposal.children is None else self.device.put(proposal.children)
             deepest = budget.nodes  # whatever it has found this time: the passes of a size are one
-        log_probs = cut(log_probs, self.left - 1, chain=decoder == "chain")
-        tree = tree_build(self.root, log_probs, token_ids, budget.nodes, children, budget.costs)
+        proposed = log_probs, token_ids, budget.nodes, children, budget.costs
+        tree = tree_build(self.root, *proposed, self.left, chain=decoder == "chain")
         return tree, 1 + min(deepest, budget.nodes)
 
     def _cut(self, tree: DraftTree, budget: Budget, fixed: bool) -> DraftTree:

@@ -85,13 +85,14 @@ tree_build(const int* root,                      // [1] the last committed token
            const int* token_ids,                 // [·, width]
            const int* children,                  // [·, width, width]; null: marginals
            const float* costs,                   // [budget + 1] seconds; null: no cut
+           const int* left,                      // [1] tokens that may be committed still; null: enough
            int* __restrict__ tokens,             // [budget + 1], −1 in padding
            int* __restrict__ parents,            // [budget + 1], −1 for the root, in padding
            int* __restrict__ depths,             // [budget + 1], −1 in padding
            float* __restrict__ scores,           // [budget + 1], −inf in padding
            int* __restrict__ num_nodes,          // [1]
-           int depth_limit, int width, int budget,
-           int ranks,  // of a row that a tree within the budget can come to
+           int most_depth, int width, int budget,
+           int ranks,  // of a row that a tree within the budget can come to; in a chain 1
            int near)   // of them in shared memory
 {
     take_turn();
@@ -100,6 +101,7 @@ tree_build(const int* root,                      // [1] the last committed token
     __shared__ float score[MAX_NODES];
     __shared__ Child slots[MAX_NODES];
     __shared__ int kept;
+    const int depth_limit = left ? max(0, min(most_depth, *left - 1)) : most_depth;
     const int rows = children ? depth_limit * width : depth_limit, lane = threadIdx.x;
     const int* choices = children ? children : token_ids;  // what a rank of a row is
     float* near_log_probs = reinterpret_cast<float*>(dynamic_shared);          // [rows, near]

@@ -20,6 +20,8 @@ def tree_build(
     node_budget: int,
     children: Array | None = None,
     costs: Array | None = None,
+    left: Array | None = None,
+    chain: bool = False,
 ) -> DraftTree:
     """The ``node_budget`` most probable prefixes: see :func:`kdtree_nb.reference.tree.tree_build`.
 
@@ -36,6 +38,10 @@ def tree_build(
         As :func:`kdtree_nb.kernels.transition.condition` makes them; on a GPU not checked.
     costs : float32 [node_budget + 1], optional
         Seconds of a round with n nodes besides the root: the tree ends where most tokens per second are expected.
+    left : int32 [1], optional
+        Tokens that may be committed still, of which a round's last is the target's own: no node is as deep.
+    chain : bool
+        Whether each node has one child, the most probable.
 
     Returns
     -------
@@ -43,6 +49,7 @@ def tree_build(
         On a GPU ``num_nodes`` is an array, int32 [1]: the host does not know it.
     """
     if not runs_cuda(log_probs):
+        log_probs = reference.cut(log_probs, len(log_probs) if left is None else int(left[0]) - 1, chain)
         return reference.tree_build(int(root[0]), log_probs, token_ids, node_budget, children, costs)
     reference.check_shapes(log_probs, token_ids, children)
     if not 0 <= node_budget <= MAX_BUDGET:
@@ -52,10 +59,11 @@ def tree_build(
     xp, (length, width) = array_module(log_probs), token_ids.shape
     columns = [xp.empty(node_budget + 1, np.int32) for _ in range(3)]
     scores, num_nodes = xp.empty(node_budget + 1, np.float32), xp.empty(1, np.int32)
-    depth_limit, ranks = min(length, node_budget), min(width, node_budget)  # a node comes after its elder siblings
+    depth_limit = min(length, node_budget)
+    ranks = min(1 if chain else width, node_budget)  # a node comes after its elder siblings
     rank_bytes = 8 * depth_limit * (1 if children is None else width)
     near = min(ranks, NEAR_BYTES // max(rank_bytes, 1))
     sizes = [np.int32(n) for n in (depth_limit, width, node_budget, ranks, near)]
-    arrays = (root, log_probs, token_ids, children, costs, *columns, scores, num_nodes)
+    arrays = (root, log_probs, token_ids, children, costs, left, *columns, scores, num_nodes)
     _tree_build((1,), (THREADS,), (*arrays, *sizes), shared_bytes=near * rank_bytes)
     return DraftTree(columns[0], columns[1], columns[2], scores, num_nodes)

@@ -127,6 +127,23 @@ def tree_build(
     return DraftTree(arrays[0], arrays[1], arrays[2], path_scores, nodes)
 
 
+def cut(log_probs: np.ndarray, most_depth: int, chain: bool) -> np.ndarray:
+    """A proposal's log-probabilities with −inf where there shall be no node.
+
+    Parameters
+    ----------
+    log_probs : float32 [L, K] or [L, K, K]
+    most_depth : int
+        Of a node.
+    chain : bool
+        Whether each node has one child, the most probable.
+    """
+    wanted = np.arange(len(log_probs)).reshape(-1, *[1] * (log_probs.ndim - 1)) < most_depth
+    if chain:
+        wanted = wanted & (np.arange(log_probs.shape[-1]) == 0)
+    return np.where(wanted, log_probs, np.float32(-np.inf))
+
+
 def expected_rate(scores: np.ndarray, costs: np.ndarray) -> np.ndarray:
     """Tokens per second to expect of a tree's first 0, 1, … nodes (arXiv 2606.01813).
 

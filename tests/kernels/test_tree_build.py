@@ -5,7 +5,7 @@ import pytest
 from helpers import assert_same_bits
 
 from kdtree_nb.kernels.tree_build import MAX_BUDGET, tree_build
-from kdtree_nb.reference.tree import DraftTree
+from kdtree_nb.reference.tree import DraftTree, cut
 from kdtree_nb.reference.tree import tree_build as specification
 
 
@@ -302,3 +302,21 @@ def test_refuses(device):
             build((1, 2), (1, 2), budget)
     with pytest.raises(TypeError, match=r"tree_build: .*'log_probs' is float64"):
         build((1, 2), (1, 2), 2, np.float64)
+
+
+@pytest.mark.parametrize("chain", [False, True])
+@pytest.mark.parametrize("left", [-3, 0, 1, 2, 5, 100])
+@pytest.mark.parametrize("budget", [0, 3, 40])
+def test_what_may_be_committed_still_bounds_the_depth(device, left, chain, budget):
+    """And a chain has one node at each depth: as if nothing else had been proposed."""
+    rng = np.random.default_rng(left + 10)
+    log_probs, children = random_conditionals(rng, np.log(np.float32([0.5, 0.25, 0.125])), 6, 5)
+    token_ids = ids_of(6, 5)
+    for proposed, of in ((log_probs, children), (log_probs[:, 0], None)):
+        arrays = device.put([17], np.int32), device.put(proposed), device.put(token_ids, np.int32), budget
+        of_device = None if of is None else device.put(of, np.int32)
+        tree = tree_build(*arrays, of_device, left=device.put([left], np.int32), chain=chain)
+        columns = (device.host(column) for column in (tree.tokens, tree.parents, tree.depths, tree.scores))
+        tree = DraftTree(*columns, num_nodes=int(device.host(tree.num_nodes)[0]))
+        assert_same_tree(tree, specification(17, cut(proposed, left - 1, chain), token_ids, budget, of))
+        assert tree.num_nodes <= (1 + min(max(left - 1, 0), 6) if chain else budget + 1)
