@@ -18,7 +18,7 @@ DEFINES: dict[str, dict[str, str]] = {
     **{name: {"OUT": "__nv_bfloat16"} for name in ("split_queries.cu", "swiglu.cu")},
     "rms_norm.cu": {"OUT": "__nv_bfloat16", "THREADS": "1024", "VALUES": "7"},
     "latent_write.cu": {"CACHE": "__nv_bfloat16", "THREADS": "256", "VALUES": "2"},
-    "block_attention.cu": {"CACHE": "__nv_bfloat16", "OUT": "__nv_bfloat16"},
+    "block_attention.cu": {"CACHE": "__nv_bfloat16", "OUT": "__nv_bfloat16", "WARPS": "16"},
     "block_write.cu": {"CACHE": "__nv_bfloat16"},
     "cache_commit.cu": {"VALUE": "__nv_bfloat16"},
     "embed.cu": {"VALUE": "__nv_bfloat16"},

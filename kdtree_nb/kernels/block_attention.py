@@ -9,7 +9,9 @@ from kdtree_nb.kernels.gemm import float_type
 from kdtree_nb.kernels.launch import Array, Kernel, c_type, empty_beside, runs_cuda
 from kdtree_nb.reference import drafter as reference
 
-_block_attention = Kernel("block_attention.cu")
+WARPS = 16
+"""Of a block, for one row and head."""
+_block_attention = Kernel("block_attention.cu", defines={"WARPS": WARPS})
 
 
 def block_attention(
@@ -65,5 +67,5 @@ def block_attention(
     if output.size:
         arrays = (queries, keys, values, prefix_len, output)
         kernel = _block_attention.specialize(CACHE=float_type("block_attention", "keys", keys), OUT=c_type(output))
-        kernel((rows, heads), (32,), (*arrays, *sizes, np.float32(size**-0.5)))
+        kernel((rows, heads), (32 * WARPS,), (*arrays, *sizes, np.float32(size**-0.5)))
     return output

@@ -73,6 +73,9 @@ def check(output, queries, keys, values, prefix_len: int, window: int | None = N
         (7, 2, 2, 129, 70, 71),
         (4, 3, 3, 255, 33, 2**31 - 1),
         (16, 2, 1, MAX_SIZE, 90, 64),
+        (2, 2, 1, 40, 510, None),  # the last warp has one tile, as the others
+        (2, 2, 1, 40, 511, None),  # the first has two
+        (3, 4, 2, 8, 1100, 1030),
     ],
 )
 def test_against_the_exact_softmax(device, rows, heads, kv_heads, size, prefix_len, window):

@@ -53,7 +53,7 @@ VARIANTS = {path.name: NO_DEFINES for path in files("kdtree_nb.kernels").iterdir
         for threads, values in (("1024", "7"), ("512", "4"))
     ],
     "latent_write.cu": [{"CACHE": name, "THREADS": "256", "VALUES": "2"} for name in ("__nv_bfloat16", "float")],
-    "block_attention.cu": [{"CACHE": name, "OUT": name} for name in ("__nv_bfloat16", "float")],
+    "block_attention.cu": [{"CACHE": name, "OUT": name, "WARPS": "16"} for name in ("__nv_bfloat16", "float")],
     "block_write.cu": [{"CACHE": "__nv_bfloat16"}, {"CACHE": "float"}],
     "cache_commit.cu": [{"VALUE": "__nv_bfloat16"}, {"VALUE": "float"}],
     "embed.cu": [{"VALUE": "__nv_bfloat16"}, {"VALUE": "float"}],
@@ -73,7 +73,7 @@ CASES = [
 SPILLS: dict[str, str] = {}
 """Kernels that may spill or keep an array in memory, each with the reason."""
 WHOLE_BLOCK = ("top_k", "top_k_sums", "top_k_join", "moe_sort", "moe_route", "rms_norm", "add_norm")
-MOST_THREADS = dict.fromkeys(WHOLE_BLOCK, 1024)
+MOST_THREADS = {**dict.fromkeys(WHOLE_BLOCK, 1024), "block_attention": 512}
 """Of a block, where it is not 256."""
 
 
