@@ -278,8 +278,18 @@ def test_the_trained_drafter_is_tried_on_every_text() -> None:
     assert all("drafter=trained" in check.detail for check in checks[5:])
 
 
-linear, split_queries = engine_weights.linear, engine_model.split_queries
+linear, mla_inputs = engine_weights.linear, engine_model.mla_inputs
 swiglu, scale = engine_model.swiglu, engine_model.softmax_scale
+
+
+def position_one_too_high(*inputs):
+    """Of queries; keys are then written where they belong."""
+    *projections, depths, rows = inputs
+    queries = mla_inputs(*projections, depths + 1, rows)
+    mla_inputs(*inputs)
+    return queries
+
+
 MUTATIONS = {
     "softmax scale doubled": (engine_model, "softmax_scale", lambda config: 2 * scale(config), {"model_ar_bf16"}),
     "gate and up swapped": (
@@ -288,12 +298,7 @@ MUTATIONS = {
         lambda gate_up, dtype: swiglu(np.concatenate(np.split(gate_up, 2, axis=1)[::-1], axis=1), dtype),
         {"model_ar_bf16"},
     ),
-    "position one too high": (
-        engine_model,
-        "split_queries",
-        lambda x, table, prefix_len, depths, *rest: split_queries(x, table, prefix_len, depths + 1, *rest),
-        {"model_ar_bf16"},
-    ),
+    "position one too high": (engine_model, "mla_inputs", position_one_too_high, {"model_ar_bf16"}),
     "rows that depend on their number": (
         engine_weights,
         "linear",

@@ -220,7 +220,7 @@ def test_a_wrong_model_of_the_same_shape_is_seen(tmp_path: Path) -> None:
 
 forward_pass, tree_attention = engine_model.Model.forward, engine_model.tree_attention
 linear, softmax_scale, tree_accept = weights.linear, engine_model.softmax_scale, rounds.tree_accept
-split_queries, swiglu, latent_write = engine_model.split_queries, engine_model.swiglu, engine_model.latent_write
+mla_inputs, swiglu = engine_model.mla_inputs, engine_model.swiglu
 cache_commit = cache.cache_commit
 
 
@@ -253,8 +253,12 @@ def ancestors_hidden(queries, rows, prefix_len, parents, depths, *rest):
     )
 
 
-def position_one_too_high(x, table, prefix_len, depths, *rest):
-    return split_queries(x, table, prefix_len, depths + (prefix_len[0] + depths > 4), *rest)
+def position_one_too_high(*inputs):
+    """Of queries; keys are then written where they belong."""
+    *projections, prefix_len, depths, rows = inputs
+    queries = mla_inputs(*projections, prefix_len, depths + (prefix_len[0] + depths > 4), rows)
+    mla_inputs(*inputs)
+    return queries
 
 
 def gate_and_up_swapped(gate_up, dtype):
@@ -294,16 +298,18 @@ def row_variant_product(x, weight):
     return linear(x, weight) * np.float32(1 + 1e-6 * (len(x) > 1))
 
 
-def latents_one_row_on(compressed, weight, table, prefix_len, depths, rows):
+def latents_one_row_on(queries, compressed, weight, table, prefix_len, depths, rows):
     """Each node's latent lies where the next one's belongs."""
-    latent_write(np.roll(compressed, 1, axis=0), weight, table, prefix_len, np.roll(depths, 1), rows)
+    parts = mla_inputs(queries, compressed, weight, table, prefix_len, depths, rows)
+    mla_inputs(queries, np.roll(compressed, 1, axis=0), weight, table, prefix_len, np.roll(depths, 1), rows)
+    return parts
 
 
 MUTATIONS: dict[str, tuple[object, str, Callable, set[str]]] = {
     # what: where, attribute, replacement, the checks that fail
     "softmax scale without m²": (engine_model, "softmax_scale", lambda config: config.qk_head_dim**-0.5, EVERY),
     "softmax scale 0.3 % off": (engine_model, "softmax_scale", lambda c: softmax_scale(c) * 1.003, {"model_ar"}),
-    "position one too high": (engine_model, "split_queries", position_one_too_high, EVERY),
+    "position one too high": (engine_model, "mla_inputs", position_one_too_high, EVERY),
     "gate and up swapped": (engine_model, "swiglu", gate_and_up_swapped, EVERY),
     "positions by slot": (engine_model.Model, "forward", positions_by_slot, {"model_ddtree"}),
     "all earlier nodes visible": (engine_model, "tree_attention", all_earlier_nodes_visible, {"model_ddtree"}),
@@ -312,7 +318,7 @@ MUTATIONS: dict[str, tuple[object, str, Callable, set[str]]] = {
     "first rows committed": (cache, "cache_commit", commit_first_rows, {"model_ddtree"}),
     "nothing moved": (cache, "cache_commit", commit_nothing, {"model_ddtree"}),
     "path committed backwards": (cache, "cache_commit", commit_backwards, SPECULATIVE),
-    "latents in another's row": (engine_model, "latent_write", latents_one_row_on, EVERY),
+    "latents in another's row": (engine_model, "mla_inputs", latents_one_row_on, EVERY),
     "a rejected child accepted": (rounds, "tree_accept", accept_any_child, SPECULATIVE),
     "bonus of the root": (rounds, "tree_accept", bonus_of_the_root, SPECULATIVE),
     "rows that depend on their number": (weights, "linear", row_variant_product, SPECULATIVE),

@@ -16,10 +16,7 @@ from kdtree_nb.quantization import routed_experts
 
 SIZES = dict(kv_lora_rank=32, qk_nope_head_dim=16, qk_rope_head_dim=16, v_head_dim=16)
 """Multiples of 16, as the kernels of tensor cores have them."""
-ATTENTION = (
-    "dense_gemm rms_norm dense_gemm split_queries dense_gemm latent_write attend_split combine_splits "
-    "dense_gemm dense_gemm"
-)
+ATTENTION = "dense_gemm rms_norm dense_gemm mla_inputs dense_gemm attend_split combine_splits dense_gemm dense_gemm"
 MLP = "w4a16_gemm swiglu w4a16_gemm"
 EXPERTS = "dense_gemm moe_route moe_sort moe_gate_up moe_down moe_sum"
 SHARED = "dense_gemm swiglu dense_gemm"
@@ -86,7 +83,7 @@ def test_a_draft_launches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dtype
 def test_a_pass_launches(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dtype: str, storage: dict[str, Any], shared: str
 ) -> None:
-    """Ten for attention, one less without a rank of queries, three for an MLP, six for experts, one for each norm.
+    """Nine for attention, one less without a rank of queries, three for an MLP, six for experts, one for each norm.
 
     Experts beside the others take two more: the first of their products is the router's as well.
     """

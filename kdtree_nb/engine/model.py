@@ -10,11 +10,10 @@ from kdtree_nb.engine.cache import LatentCache
 from kdtree_nb.engine.device import Device
 from kdtree_nb.engine.weights import Weights
 from kdtree_nb.kernels.dense_mma import VECTOR
-from kdtree_nb.kernels.latent_write import latent_write
 from kdtree_nb.kernels.launch import Array, empty_beside, processor_of, runs_cuda
+from kdtree_nb.kernels.mla_inputs import mla_inputs
 from kdtree_nb.kernels.moe_route import moe_route
 from kdtree_nb.kernels.rms_norm import add_norm, rms_norm
-from kdtree_nb.kernels.split_queries import split_queries
 from kdtree_nb.kernels.swiglu import swiglu
 from kdtree_nb.kernels.tree_attention import tree_attention
 from kdtree_nb.kernels.tree_attention_mma import CHUNK, geometry_of, tree_attention_mma
@@ -155,15 +154,12 @@ class Model:
             queries = rms_norm(queries, weights.vector(f"{at}.q_a_layernorm"), LATENT_EPS, weights.dtype)
             queries = weights.linear(queries, f"{at}.q_b_proj")
         queries = queries.reshape(len(x), config.num_attention_heads, config.qk_head_dim)
-        plain, queries = split_queries(
-            queries, self._rope_table, cache.length, depths, config.kv_lora_rank, weights.dtype
-        )
+        norm, rows = weights.vector(f"{at}.kv_a_layernorm"), cache.rows[layer]
+        plain, queries = mla_inputs(queries, compressed, norm, self._rope_table, cache.length, depths, rows)
         weights.heads(plain, absorb_key, out=queries[..., : config.kv_lora_rank])
 
-        norm = weights.vector(f"{at}.kv_a_layernorm")
-        latent_write(compressed, norm, self._rope_table, cache.length, depths, cache.rows[layer])
         attend = tree_attention if weights.dtype == np.float32 else tree_attention_mma
-        mixed = attend(queries, cache.rows[layer], cache.length, parents, depths, config.kv_lora_rank, self._scale)
+        mixed = attend(queries, rows, cache.length, parents, depths, config.kv_lora_rank, self._scale)
         values = empty_beside(mixed, (*mixed.shape[:2], config.v_head_dim), weights.dtype)
         weights.heads(mixed, expand_value, out=values)
         return weights.linear(values.reshape(len(x), -1), f"{at}.o_proj")

@@ -3,8 +3,8 @@
 import numpy as np
 
 from kdtree_nb.kernels.gemm import float_type, threads_for
-from kdtree_nb.kernels.latent_write import Table
 from kdtree_nb.kernels.launch import Array, Kernel, empty_beside, runs_cuda
+from kdtree_nb.kernels.mla_inputs import Table
 from kdtree_nb.reference.norm import rms_norm
 from kdtree_nb.reference.rope import rotate
 

@@ -46,13 +46,13 @@ VARIANTS = {path.name: NO_DEFINES for path in files("kdtree_nb.kernels").iterdir
     "tree_attention_wgmma.cu": [{"KV_LORA": "512", "ROPE": "64"}],
     "tree_attention_combine.cu": [{"KV_LORA": "512"}],
     "w4a16_mma.cu": MMA,
-    **{name: [{"OUT": "__nv_bfloat16"}, {"OUT": "float"}] for name in ("split_queries.cu", "swiglu.cu")},
+    "swiglu.cu": [{"OUT": "__nv_bfloat16"}, {"OUT": "float"}],
     "rms_norm.cu": [
         {"OUT": out, "THREADS": threads, "VALUES": values}
         for out in ("__nv_bfloat16", "float")
         for threads, values in (("1024", "7"), ("512", "4"))
     ],
-    "latent_write.cu": [{"CACHE": name, "THREADS": "256", "VALUES": "2"} for name in ("__nv_bfloat16", "float")],
+    "mla_inputs.cu": [{"OUT": name, "THREADS": "256", "VALUES": "2"} for name in ("__nv_bfloat16", "float")],
     "block_attention.cu": [{"CACHE": name, "OUT": name, "WARPS": "16"} for name in ("__nv_bfloat16", "float")],
     "block_write.cu": [{"CACHE": "__nv_bfloat16"}, {"CACHE": "float"}],
     "cache_commit.cu": [{"VALUE": "__nv_bfloat16"}, {"VALUE": "float"}],

@@ -18,7 +18,7 @@ WEIGHTS = {
     "w4a16_mma": {"codes", "scales"},
     "rms_norm": {"weight"},
     "add_norm": {"weight"},
-    "latent_write": {"weight"},
+    "mla_inputs": {"weight"},
 }
 """Parameters that a kernel reads before its turn."""
 CONSTANT = {
