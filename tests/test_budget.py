@@ -63,6 +63,9 @@ def test_the_rate_is_what_rounds_bring(seed: int) -> None:
     tokens = [expected_tokens(full.first(n), log_probs, token_ids, draws) for n in range(1, count + 1)]
     rates = np.array(tokens) / costs[:count]
     np.testing.assert_allclose(expected_rate(full.scores[:count], costs), rates, rtol=1e-6)
+    gained = (1 + 1.3 * (np.array(tokens) - 1)) / costs[:count]  # of what was drafted, not of the token that is certain
+    np.testing.assert_allclose(expected_rate(full.scores[:count], costs, 1.3), gained, rtol=1e-6)
+    assert tree_build(7, log_probs, token_ids, nodes, costs=costs, gain=1.3).num_nodes == 1 + int(gained.argmax())
     cut = tree_build(7, log_probs, token_ids, nodes, costs=costs)
     assert cut.num_nodes == 1 + int(rates.argmax())
     assert cut.tokens.shape == (nodes + 1,)

@@ -32,6 +32,10 @@ class DFlash(Drafter):
         If the bundle holds no drafter, or one for another target, or in bfloat16 a weight that its kernels do not take.
     """
 
+    greedy_gain = 1.15
+    """Of 20 texts from outside kdt16m's training and its bench, 1.17 for code and 1.10 for prose; its probabilities are
+    the target's, more or less, and greedy decoding takes the best. Samples at temperature 0.7 have 0.9."""
+
     def __init__(self, bundle: Bundle, target: Model, device: Device, capacity: int) -> None:
         config, of = bundle.config, target.config
         if not isinstance(config, DrafterConfig):

@@ -38,6 +38,8 @@ class Drafter:
 
     taps: tuple[int, ...] = ()
     on_device: bool = False
+    greedy_gain: float = 1.0
+    """Drafted tokens that greedy decoding accepts for each that probabilities promise: for an automatic budget."""
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}()"

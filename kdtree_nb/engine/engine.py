@@ -208,7 +208,7 @@ class Engine:
                 drafter, budget = NO_DRAFTER, Budget(0)
             else:
                 drafter = self.drafter if drafter is None else drafter
-                budget = self._budget(node_budget, drafter)
+                budget = self._budget(node_budget, drafter, temperature)
             limit = min(max_new_tokens, self.capacity - len(token_ids))
             with self._rounds(drafter, len(token_ids) + limit + budget.nodes) as rounds:
                 sampling = Sampling(temperature, seed, top_k, top_p)
@@ -241,11 +241,11 @@ class Engine:
             others = [kept for kept in self._kept if kept.of is not drafter]
             self._kept = [*others, found][-MOST_KEPT:]
 
-    def _budget(self, nodes: int | str, drafter: Drafter) -> Budget:
+    def _budget(self, nodes: int | str, drafter: Drafter, temperature: float) -> Budget:
         if nodes != "auto":
             return Budget(int(nodes))
         costs = round_costs(self.model, drafter, self.capacity)
-        return Budget(len(costs) - 1, self.device.put(costs))
+        return Budget(len(costs) - 1, self.device.put(costs), 1.0 if temperature else drafter.greedy_gain)
 
     def _token_ids(self, prompt: str | Sequence[int] | np.ndarray) -> np.ndarray:
         if isinstance(prompt, str):

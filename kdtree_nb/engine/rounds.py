@@ -37,10 +37,11 @@ T = TypeVar("T")
 
 
 class Budget(NamedTuple):
-    """How many nodes a round drafts at most; with ``costs`` float32 [nodes + 1] as many of them as pay."""
+    """How many nodes a round drafts at most; with ``costs`` float32 [nodes + 1] as many of them as pay, by ``gain``."""
 
     nodes: int
     costs: Array | None = None
+    gain: float = 1.0
 
 
 class Outcome(NamedTuple):
@@ -221,7 +222,7 @@ class Rounds:
             log_probs, token_ids = self.device.put(proposal.log_probs), self.device.put(proposal.token_ids)
             children = None if proposal.children is None else self.device.put(proposal.children)
             deepest = budget.nodes  # whatever it has found this time: the passes of a size are one
-        proposed = log_probs, token_ids, budget.nodes, children, budget.costs
+        proposed = log_probs, token_ids, budget.nodes, children, budget.costs, budget.gain
         tree = tree_build(self.root, *proposed, self.left, chain=decoder == "chain")
         return tree, 1 + min(deepest, budget.nodes)
 
@@ -322,7 +323,7 @@ def checked(proposal: Proposal, vocab_size: int) -> Proposal:
 
 def _draft_key(decoder: str, budget: Budget) -> Hashable:
     """Of what a recorded draft depends on."""
-    return decoder, budget.nodes, budget.costs is None
+    return decoder, budget.nodes, budget.costs is None, budget.gain
 
 
 def count_nodes(tree: DraftTree, device: Device) -> int:

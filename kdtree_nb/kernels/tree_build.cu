@@ -7,7 +7,7 @@
 // Tables    With marginals a depth has one row of log-probabilities. With conditionals it has one for each of the K
 //           tokens that the parent may be, and children says which of the depth's tokens a rank of that row is. The
 //           whole block copies each row's first ranks to shared memory; later ones are read where they are.
-// Cut       With costs the tree ends where (1 + Σ exp(score)) / cost is highest, summed in fp64 in the tree's order.
+// Cut       With costs the tree ends where (1 + gain · Σ exp(score)) / cost is highest, summed in fp64 in the tree's order.
 //           The search ends once no later node can pay, were each as probable as the next: none is more probable.
 // Grid      1 block, whole warps: the first one searches.
 // Order     higher score first; equal scores by the lexicographically smaller path of ranks, a prefix before its
@@ -93,7 +93,8 @@ tree_build(const int* root,                      // [1] the last committed token
            int* __restrict__ num_nodes,          // [1]
            int most_depth, int width, int budget,
            int ranks,  // of a row that a tree within the budget can come to; in a chain 1
-           int near)   // of them in shared memory
+           int near,   // of them in shared memory
+           double gain)
 {
     take_turn();
     extern __shared__ __align__(16) unsigned char dynamic_shared[];
@@ -130,7 +131,7 @@ tree_build(const int* root,                      // [1] the last committed token
     if (threadIdx.x < 32) {
         // Every lane follows count, rate, and what is taken; best is that of the lane's own bucket. Lane 0 writes.
         int count = 1;
-        Rate rate{0.0, -INFINITY, 0, 1};
+        Rate rate{gain, 0.0, -INFINITY, 0, 1};
         Best best{IMPOSSIBLE, 0};
         if (lane == 0) {
             nodes[0] = {{-1, 0}, 0, 0};

@@ -20,6 +20,7 @@ def tree_build(
     node_budget: int,
     children: Array | None = None,
     costs: Array | None = None,
+    gain: float = 1.0,
     left: Array | None = None,
     chain: bool = False,
 ) -> DraftTree:
@@ -38,6 +39,8 @@ def tree_build(
         As :func:`kdtree_nb.kernels.transition.condition` makes them; on a GPU not checked.
     costs : float32 [node_budget + 1], optional
         Seconds of a round with n nodes besides the root: the tree ends where most tokens per second are expected.
+    gain : float
+        Drafted tokens that are accepted for each that the probabilities promise.
     left : int32 [1], optional
         Tokens that may be committed still, of which a round's last is the target's own: no node is as deep.
     chain : bool
@@ -50,7 +53,7 @@ def tree_build(
     """
     if not runs_cuda(log_probs):
         log_probs = reference.cut(log_probs, len(log_probs) if left is None else int(left[0]) - 1, chain)
-        return reference.tree_build(int(root[0]), log_probs, token_ids, node_budget, children, costs)
+        return reference.tree_build(int(root[0]), log_probs, token_ids, node_budget, children, costs, gain)
     reference.check_shapes(log_probs, token_ids, children)
     if not 0 <= node_budget <= MAX_BUDGET:
         raise ValueError(f"tree_build: node_budget={node_budget}, expected 0 to {MAX_BUDGET}")
@@ -65,5 +68,5 @@ def tree_build(
     near = min(ranks, NEAR_BYTES // max(rank_bytes, 1))
     sizes = [np.int32(n) for n in (depth_limit, width, node_budget, ranks, near)]
     arrays = (root, log_probs, token_ids, children, costs, left, *columns, scores, num_nodes)
-    _tree_build((1,), (THREADS,), (*arrays, *sizes), shared_bytes=near * rank_bytes)
+    _tree_build((1,), (THREADS,), (*arrays, *sizes, np.float64(gain)), shared_bytes=near * rank_bytes)
     return DraftTree(columns[0], columns[1], columns[2], scores, num_nodes)

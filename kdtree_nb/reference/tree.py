@@ -52,6 +52,7 @@ def tree_build(
     node_budget: int,
     children: np.ndarray | None = None,
     costs: np.ndarray | None = None,
+    gain: float = 1.0,
 ) -> DraftTree:
     """The ``node_budget`` most probable prefixes under the drafter's marginals, or under its conditionals.
 
@@ -78,7 +79,7 @@ def tree_build(
         there and in log_probs: the root is the only parent.
     costs : float32 [node_budget + 1], optional
         Seconds that a round takes with n nodes besides the root. The tree then ends, in its order, where
-        the expected tokens per second, :func:`expected_rate`, are highest.
+        the expected tokens per second, :func:`expected_rate` with this ``gain``, are highest.
 
     Raises
     ------
@@ -120,7 +121,7 @@ def tree_build(
 
     nodes = len(tokens)
     if costs is not None:
-        nodes = 1 + int(expected_rate(np.array(scores), costs).argmax())
+        nodes = 1 + int(expected_rate(np.array(scores), costs, gain).argmax())
     padding = [-1] * (node_budget + 1 - nodes)
     arrays = [np.array(column[:nodes] + padding, np.int32) for column in (tokens, parents, depths)]
     path_scores = np.array(scores[:nodes] + [-np.inf] * len(padding), np.float32)
@@ -144,11 +145,12 @@ def cut(log_probs: np.ndarray, most_depth: int, chain: bool) -> np.ndarray:
     return np.where(wanted, log_probs, np.float32(-np.inf))
 
 
-def expected_rate(scores: np.ndarray, costs: np.ndarray) -> np.ndarray:
+def expected_rate(scores: np.ndarray, costs: np.ndarray, gain: float = 1.0) -> np.ndarray:
     """Tokens per second to expect of a tree's first 0, 1, … nodes (arXiv 2606.01813).
 
-    A round commits one token and every drafted one whose path is right: 1 + Σ exp(score) are expected, as
-    far as the drafter's probabilities are calibrated.
+    A round commits one token and every drafted one whose path is right: 1 + gain · Σ exp(score) are expected. Where a
+    drafter's probabilities are those with which the target takes its tokens, the gain is 1. Greedy decoding takes the
+    most probable ones more often than that.
 
     Parameters
     ----------
@@ -161,7 +163,9 @@ def expected_rate(scores: np.ndarray, costs: np.ndarray) -> np.ndarray:
     -------
     float64 [N]
     """
-    return np.exp(scores.astype(np.float64)).cumsum() / costs[: len(scores)]
+    expected = np.exp(scores.astype(np.float64))
+    expected[1:] *= gain
+    return expected.cumsum() / costs[: len(scores)]
 
 
 def ancestors(parents: np.ndarray) -> np.ndarray:

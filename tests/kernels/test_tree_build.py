@@ -9,7 +9,9 @@ from kdtree_nb.reference.tree import DraftTree, cut
 from kdtree_nb.reference.tree import tree_build as specification
 
 
-def run(device, log_probs, node_budget, children=None, token_ids=None, root: int = 17, costs=None) -> DraftTree:
+def run(
+    device, log_probs, node_budget, children=None, token_ids=None, root: int = 17, costs=None, gain=1.0
+) -> DraftTree:
     log_probs = np.asarray(log_probs, np.float32)
     if token_ids is None:
         token_ids = ids_of(*log_probs.shape[:2])
@@ -19,6 +21,7 @@ def run(device, log_probs, node_budget, children=None, token_ids=None, root: int
         node_budget,
         None if children is None else device.put(children, np.int32),
         None if costs is None else device.put(costs, np.float32),
+        gain,
     )
     columns = (device.host(column) for column in (tree.tokens, tree.parents, tree.depths, tree.scores))
     return DraftTree(*columns, num_nodes=int(device.host(tree.num_nodes)[0]))
@@ -197,8 +200,10 @@ def test_costs(device, node_budget):
         straight = 1 + nodes * rng.choice([0.001, 0.01, 0.1])
         kinds = straight, straight[nodes // 16 * 16], np.ones(len(nodes)), rng.uniform(1, 2, len(nodes))
         costs = kinds[row % 4].astype(np.float32)
-        tree = run(device, log_probs, node_budget, costs=costs)
-        assert_same_tree(tree, specification(17, log_probs, ids_of(6, 40), node_budget, costs=costs))
+        for gain in (1.0, 0.6, 1.15):
+            tree = run(device, log_probs, node_budget, costs=costs, gain=gain)
+            expected = specification(17, log_probs, ids_of(6, 40), node_budget, costs=costs, gain=gain)
+            assert_same_tree(tree, expected)
         kept.append(tree.num_nodes)
     assert max(kept) == 1 + node_budget and (node_budget < 15 or min(kept) < 1 + node_budget)
 

@@ -6,6 +6,7 @@
 constexpr int COUNTED = 16;  // nodes from one look at the costs to the next, at most 32
 
 struct Rate {
+    double gain;            // tokens that are accepted for each that probabilities promise
     double expected, best;  // tokens of a round, tokens per second
     int counted, cut;       // nodes: whose probabilities are in expected, with which the rate is best
 };
@@ -14,7 +15,7 @@ struct Rate {
 __device__ void count_nodes(Rate& rate, int nodes, const float* score, const float* costs)
 {
     const int node = rate.counted + threadIdx.x;
-    const double probability = node < nodes ? exp(double(score[node])) : 0.0;
+    const double probability = node < nodes ? (node ? rate.gain : 1.0) * exp(double(score[node])) : 0.0;
     double of_node = -INFINITY;
     for (int i = rate.counted; i < nodes; ++i) {
         rate.expected += __shfl_sync(ALL_LANES, probability, i - rate.counted);
@@ -39,6 +40,6 @@ __device__ bool may_rise(const Rate& rate, int nodes, int budget, double most, c
 {
     bool rises = false;  // 1e-9 is far more than what fp64 rounds off
     for (int i = nodes + threadIdx.x; i <= budget; i += 32)
-        rises |= (rate.expected + (i + 1 - nodes) * most) * (1 + 1e-9) > rate.best * costs[i];
+        rises |= (rate.expected + (i + 1 - nodes) * rate.gain * most) * (1 + 1e-9) > rate.best * costs[i];
     return __any_sync(ALL_LANES, rises);
 }
