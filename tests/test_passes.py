@@ -85,12 +85,12 @@ def test_a_pass_launches(
 ) -> None:
     """Nine for attention, one less without a rank of queries, three for an MLP, six for experts, one for each norm.
 
-    Experts beside the others take two more: the first of their products is the router's as well.
+    Experts beside the others take one more, their second product: the first is the router's as well, and so is SwiGLU.
     """
     mlp = MLP if not storage else SHARED
     dense, sparse = [ATTENTION, "add_norm", mlp, "add_norm"], [ATTENTION, "add_norm", EXPERTS, "add_norm"]
     if shared:
-        sparse[2] = EXPERTS.replace("moe_route", f"moe_route {shared.removeprefix('dense_gemm ')}")
+        sparse[2] = EXPERTS.replace("moe_route", "moe_route dense_gemm")
     expected = " ".join(["embed", "rms_norm", *dense, *sparse, "dense_gemm"])
     if dtype == "bfloat16":
         for exact, mma in (("gemm", "mma"), ("moe_gate_up", "moe_gate_up_mma"), ("moe_down", "moe_down_mma")):
@@ -100,6 +100,16 @@ def test_a_pass_launches(
     logits_of(path, dtype)
     of_weights = ("to_bfloat16",)  # at their first use
     assert [name for name in launched if name not in of_weights] == expected.split()
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_single_token_sorts_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dtype: str) -> None:
+    path, whole = built(tmp_path).path, []
+    for rows in (1, 2):
+        launched = recorded_launches(monkeypatch)
+        whole.append(logits_of(path, dtype, rows))
+        assert launched.count("moe_sort") == rows - 1
+    assert_same_bits(whole[1][:1], whole[0])
 
 
 @pytest.mark.parametrize("shared", [1, 2])

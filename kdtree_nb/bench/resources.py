@@ -15,7 +15,7 @@ DEFINES: dict[str, dict[str, str]] = {
     "tree_attention_mma.cu": {"KV_LORA": "512", "ROPE": "64", "ROWS": "64", "STAGES": "2"},
     "tree_attention_wgmma.cu": {"KV_LORA": "512", "ROPE": "64"},
     "tree_attention_combine.cu": {"KV_LORA": "512"},
-    "swiglu.cu": {"OUT": "__nv_bfloat16"},
+    **{name: {"OUT": "__nv_bfloat16"} for name in ("moe_route.cu", "swiglu.cu")},
     "rms_norm.cu": {"OUT": "__nv_bfloat16", "THREADS": "1024", "VALUES": "7"},
     "mla_inputs.cu": {"OUT": "__nv_bfloat16", "THREADS": "256", "VALUES": "2"},
     "block_attention.cu": {"CACHE": "__nv_bfloat16", "OUT": "__nv_bfloat16", "WARPS": "16"},

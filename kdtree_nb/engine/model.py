@@ -12,7 +12,7 @@ from kdtree_nb.engine.weights import Weights
 from kdtree_nb.kernels.dense_mma import VECTOR
 from kdtree_nb.kernels.launch import Array, empty_beside, processor_of, runs_cuda
 from kdtree_nb.kernels.mla_inputs import mla_inputs
-from kdtree_nb.kernels.moe_route import moe_route
+from kdtree_nb.kernels.moe_route import moe_route, routing
 from kdtree_nb.kernels.rms_norm import add_norm, rms_norm
 from kdtree_nb.kernels.swiglu import swiglu
 from kdtree_nb.kernels.tree_attention import tree_attention
@@ -177,24 +177,23 @@ class Model:
     def _mlp(self, layer: int, x: Array) -> Array:
         config, at = self.config, f"model.layers.{layer}.mlp"
         if config.is_dense(layer):
-            return self._down(self.weights.linear(x, f"{at}.gate_proj", f"{at}.up_proj"), at)
+            gate_up = self.weights.linear(x, f"{at}.gate_proj", f"{at}.up_proj")
+            return self.weights.linear(swiglu(gate_up, self.weights.dtype), f"{at}.down_proj")
         bias = self.weights.vector(f"{at}.gate.e_score_correction_bias")
         if not runs_cuda(x):
             expert_ids, weights = moe_route(self.weights.linear(x, f"{at}.gate"), bias, config)
             shared = range(config.n_routed_experts, config.n_routed_experts + config.n_shared_experts)
             tiles_of = self.weights.expert_tiles(at, config)
             return moe_by_blocks(self.device.float32(x), expert_ids, weights, shared, tiles_of, self.weights.dtype)
-        logits = self.weights.linear(x, *self._beside_experts(at))
-        logits, gate_up = logits[:, : config.n_routed_experts], logits[:, config.n_routed_experts :]
-        expert_ids, weights = moe_route(logits, bias, config, self.weights.shared_behind(at, config))
-        beside = self._down(gate_up, f"{at}.shared_experts") if gate_up.size else None
-        return self.weights.moe(x, expert_ids, weights, at, config, beside)
+        product = self.weights.linear(x, *self._beside_experts(at))
+        expert_ids, weights, blocks, activations = routing(
+            product, bias, config, self.weights.shared_behind(at, config), self.weights.dtype
+        )
+        beside = None if activations is None else self.weights.linear(activations, f"{at}.shared_experts.down_proj")
+        return self.weights.moe(x, expert_ids, weights, at, config, beside, blocks)
 
     def _beside_experts(self, at: str) -> tuple[str, ...]:
         """Weights of one product: the router's, and those of shared experts that are not among the routed ones."""
         if not self.config.n_shared_experts or self.weights.shared_behind(at, self.config):
             return (f"{at}.gate",)
         return f"{at}.gate", f"{at}.shared_experts.gate_proj", f"{at}.shared_experts.up_proj"
-
-    def _down(self, gate_up: Array, at: str) -> Array:
-        return self.weights.linear(swiglu(gate_up, self.weights.dtype), f"{at}.down_proj")

@@ -20,6 +20,7 @@ from kdtree_nb.kernels.embed import embed, filled
 from kdtree_nb.kernels.launch import Array, address_of, array_module, runs_cuda
 from kdtree_nb.kernels.moe import Experts, moe
 from kdtree_nb.kernels.moe_mma import TiledExperts, moe_mma, tile_experts
+from kdtree_nb.kernels.moe_pairs import Blocks
 from kdtree_nb.kernels.to_bfloat16 import to_bfloat16
 from kdtree_nb.kernels.w4a16_gemm import w4a16_gemm
 from kdtree_nb.kernels.w4a16_mma import tile_weight, w4a16_mma
@@ -170,6 +171,7 @@ class Weights:
         at: str,
         config: ModelConfig,
         shared: Array | None = None,
+        blocks: Blocks | None = None,
     ) -> Array:
         """The weighted sum of each token's :meth:`experts`, by the kernels: dtype [tokens, hidden] to float32.
 
@@ -178,8 +180,8 @@ class Weights:
         """
         gate_up, down = self.experts(at, config)
         if isinstance(gate_up, TiledExperts):
-            return moe_mma(x, expert_ids, weights, gate_up, down, shared)
-        return moe(self._device.float32(x), expert_ids, weights, gate_up, down, shared)
+            return moe_mma(x, expert_ids, weights, gate_up, down, shared, blocks)
+        return moe(self._device.float32(x), expert_ids, weights, gate_up, down, shared, blocks)
 
     def experts(self, at: str, config: ModelConfig) -> tuple[Any, Any]:
         """The gate-and-up and the down projections of a layer's experts, for the kernels; see :meth:`shared_behind`."""

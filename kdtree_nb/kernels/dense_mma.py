@@ -26,9 +26,9 @@ class Geometry(w4a16_mma.Geometry):
         return 2 * STEP * (16 * self.tiles + self.rows)
 
 
-FEW = Plan(8, {8: (1, 8, 6), 24: (1, 24, 3), 40: (1, 40, 2), 64: (1, 64, 2), inf: (1, 72, 2)})
+FEW = Plan(8, {4: (1, 8, 4), 8: (1, 8, 6), 24: (1, 24, 3), 40: (1, 40, 2), 64: (1, 64, 2), inf: (1, 72, 2)})
 SOME = Plan(8, {8: (2, 8, 4), 24: (2, 24, 2), 40: (2, 40, 2), 64: (2, 64, 2), inf: (2, 72, 2)})
-MIDDLE = Plan(4, SOME.geometries)
+MIDDLE = Plan(4, {4: (1, 8, 6), **SOME.geometries})
 MANY = Plan(4, {8: (2, 8, 6), 24: (4, 24, 2), 40: (4, 40, 2), 64: (4, 64, 3), inf: (4, 72, 2)})
 """By rows: a drafted tree of 16, 32 or 64 nodes has a root besides."""
 

@@ -9,6 +9,7 @@
 #include <cuda_fp16.h>
 
 #include "gemm.cuh"
+#include "swiglu.cuh"
 #include "turn.cuh"
 
 extern "C" __global__ void moe_gate_up(const float* x,                         // [tokens, in], row_stride apart
@@ -31,7 +32,7 @@ extern "C" __global__ void moe_gate_up(const float* x,                         /
     let_next_begin();
     const int pair = pairs[threadIdx.x % SLICES];
     if (pair >= 0 && out < width)
-        activations[size_t(pair) * width + out] = gate * (1.0f / (1.0f + expf(-gate))) * up;
+        activations[size_t(pair) * width + out] = swiglu_of(gate, up);
 }
 
 extern "C" __global__ void moe_down(const float* activations,                // [pairs, width]

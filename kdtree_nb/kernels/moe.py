@@ -4,9 +4,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from kdtree_nb.kernels.gemm import OUTPUTS, ROWS, THREADS, check_rows, elements, float_type
+from kdtree_nb.kernels.gemm import OUTPUTS, THREADS, check_rows, elements, float_type
 from kdtree_nb.kernels.launch import Array, Kernel, array_module, pointer, runs_cuda
-from kdtree_nb.kernels.moe_pairs import check_routing, sort_pairs, sum_pairs
+from kdtree_nb.kernels.moe_pairs import ROWS, Blocks, check_routing, sort_pairs, sum_pairs
 from kdtree_nb.quantization import CODES_PER_WORD, GROUP_SIZE, QuantizedWeight
 from kdtree_nb.reference import linear
 from kdtree_nb.reference import moe as reference
@@ -46,7 +46,13 @@ class Experts(NamedTuple):
 
 
 def moe(
-    x: Array, expert_ids: Array, weights: Array, gate_up: Experts, down: Experts, shared: Array | None = None
+    x: Array,
+    expert_ids: Array,
+    weights: Array,
+    gate_up: Experts,
+    down: Experts,
+    shared: Array | None = None,
+    blocks: Blocks | None = None,
 ) -> Array:
     """The weighted sum of each token's SwiGLU experts, added in the order of its choice.
 
@@ -62,6 +68,8 @@ def moe(
         [experts, hidden, width].
     shared : float32 [tokens, hidden], optional
         What other experts have given, added last.
+    blocks : Blocks, optional
+        The pairs, sorted; by default they are sorted here.
 
     Returns
     -------
@@ -95,7 +103,7 @@ def moe(
     pairs = tokens * top_k
     if not pairs:
         return xp.zeros((tokens, hidden), np.float32) if shared is None else shared
-    blocks = sort_pairs(expert_ids, experts, ROWS)
+    blocks = blocks or sort_pairs(expert_ids, experts, ROWS)
     max_blocks = len(blocks.experts)
 
     activations = xp.empty((pairs, width), np.float32)

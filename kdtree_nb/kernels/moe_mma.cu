@@ -10,6 +10,7 @@
 // Invariant An element's order of summation depends on PARTS and IN_FEATURES alone, whatever shares its block.
 constexpr int ROWS = 8;  // pairs of a block: each lane fetches from one of them
 
+#include "swiglu.cuh"
 #include "turn.cuh"
 #include "w4a16_mma.cuh"
 
@@ -54,7 +55,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
                     [&](int pair, int i, float gate, float up) {
                         if (i < width)
                             activations[size_t(pair) * width + i] =
-                                __float2bfloat16_rn(gate * (1.0f / (1.0f + expf(-gate))) * up);
+                                __float2bfloat16_rn(swiglu_of(gate, up));
                     });
 }
 

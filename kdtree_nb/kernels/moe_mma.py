@@ -8,14 +8,11 @@ from ml_dtypes import bfloat16
 
 from kdtree_nb.kernels.gemm import check_bfloat16, check_rows
 from kdtree_nb.kernels.launch import Array, Kernel, array_module, runs_cuda
-from kdtree_nb.kernels.moe_pairs import Blocks, check_routing, sort_pairs, sum_pairs
+from kdtree_nb.kernels.moe_pairs import ROWS, Blocks, check_routing, sort_pairs, sum_pairs
 from kdtree_nb.kernels.w4a16_mma import OUTPUT_PAD, STEP, Geometry, Plan, TiledWeight, tile_weight, untile_weight
 from kdtree_nb.quantization import CODES_PER_WORD, GROUP_SIZE
 from kdtree_nb.reference import linear
 from kdtree_nb.reference import moe as reference
-
-ROWS = 8
-"""Pairs of a block, as in the source."""
 
 _gate_up, _down = (Kernel("moe_mma.cu", name) for name in ("moe_gate_up_mma", "moe_down_mma"))
 
@@ -106,6 +103,7 @@ def moe_mma(
     gate_up: TiledExperts,
     down: TiledExperts,
     shared: Array | None = None,
+    blocks: Blocks | None = None,
 ) -> Array:
     """The weighted sum of each token's SwiGLU experts, added in the order of its choice.
 
@@ -122,6 +120,8 @@ def moe_mma(
         (experts, hidden, width).
     shared : float32 [tokens, hidden], optional
         What other experts have given, added last.
+    blocks : Blocks, optional
+        The pairs, sorted; by default they are sorted here.
 
     Returns
     -------
@@ -149,7 +149,7 @@ def moe_mma(
         of_gate_up, of_down = (
             geometry_of(plan, len(x), expert_ids.size, out) for plan, out in ((GATE_UP, out_features), (DOWN, hidden))
         )
-        return launch(x, expert_ids, weights, gate_up, down, of_gate_up, of_down, shared)
+        return launch(x, expert_ids, weights, gate_up, down, of_gate_up, of_down, shared, blocks)
 
     def expert(index: int, rows: np.ndarray) -> np.ndarray:
         gate, up = np.split(linear.linear(rows, linear.tile(gate_up.expert(index))), 2, axis=1)
@@ -169,11 +169,12 @@ def launch(
     of_gate_up: Geometry,
     of_down: Geometry,
     shared: Array | None = None,
+    blocks: Blocks | None = None,
 ) -> Array:
     """What :func:`moe_mma` does, in given geometries."""
     if not expert_ids.size:
         return array_module(x).zeros(x.shape, np.float32) if shared is None else shared
-    blocks = sort_pairs(expert_ids, gate_up.shape[0], ROWS)
+    blocks = blocks or sort_pairs(expert_ids, gate_up.shape[0], ROWS)
     activations = gate_up_products(x, expert_ids.shape, blocks, gate_up, of_gate_up)
     return sum_pairs(down_products(activations, blocks, down, of_down), weights, shared)
 

@@ -11,6 +11,10 @@ from kdtree_nb.kernels.launch import Array, Kernel, array_module
 _sort, _sum = (Kernel("moe_pairs.cu", name) for name in ("moe_sort", "moe_sum"))
 
 
+ROWS = 8
+"""Pairs of a block, for the kernels of float32 and of bfloat16 alike."""
+
+
 class Blocks(NamedTuple):
     """The pairs of a layer, in blocks of one expert each; memory for as many as there could be.
 

@@ -5,10 +5,16 @@
 //           A lane knows the best of its own experts; only the one whose expert was taken looks for its next. Experts
 //           that every token has are written behind the choice. (Loops are not unrolled: the kernel runs once a
 //           layer, and waits for its code as well.)
-// Grid      (tokens), whole warps.
+//           What shared experts that are not among the others make of their gates and ups depends on the same product:
+//           further blocks do that meanwhile, a thread an element. A token alone needs no sorting (moe_pairs.cu): each of
+//           its experts is a block of one pair.
+// Grid      (tokens, 1 + width / threads), whole warps.
 // Invariant a token's choice depends on its own logits; the weights are added in the order of the choice.
+#include <cuda_bf16.h>
+
 #include "order.cuh"
 #include "reduce.cuh"
+#include "swiglu.cuh"
 #include "turn.cuh"
 
 constexpr int MAX_EXPERTS = 1024;
@@ -48,9 +54,22 @@ extern "C" __global__ void moe_route(const float* logits,               // [toke
                                      int* __restrict__ expert_ids,      // [tokens, top_k + shared]
                                      float* __restrict__ weights,       // [tokens, top_k + shared]
                                      int experts, int top_k, int shared, int groups, int top_groups, int normalize,
-                                     float scaling, long long row_stride)
+                                     float scaling, long long row_stride,
+                                     const float* gate_up,              // [tokens, 2 · width], row_stride apart; or null
+                                     OUT* __restrict__ activations,     // [tokens, width], float or bfloat16
+                                     int width,
+                                     int* block_experts, int* block_pairs, int* num_blocks,  // of one token; or null
+                                     int rows)
 {
     take_turn();
+    if (blockIdx.y > 0) {
+        const size_t row = blockIdx.x;
+        const int i = (blockIdx.y - 1) * blockDim.x + threadIdx.x;
+        const float* gate = gate_up + row * row_stride + i;
+        if (i < width)
+            activations[row * width + i] = OUT(swiglu_of(gate[0], gate[width]));
+        return;
+    }
     __shared__ float score[MAX_EXPERTS];
     __shared__ unsigned choice[MAX_EXPERTS], group_choice[MAX_EXPERTS];
     __shared__ int chosen[MAX_EXPERTS];
@@ -115,4 +134,16 @@ extern "C" __global__ void moe_route(const float* logits,               // [toke
         expert_ids[top_k + k] = experts + k;
         weights[top_k + k] = 1.0f;
     }
+    if (!block_experts)
+        return;
+    __syncwarp();
+#pragma unroll 1
+    for (int i = lane; i < (top_k + shared) * rows; i += 32) {
+        const int k = i / rows;
+        block_pairs[i] = i % rows ? -1 : k;
+        if (i % rows == 0)
+            block_experts[k] = k < top_k ? chosen[k] : experts + k - top_k;
+    }
+    if (lane == 0)
+        *num_blocks = top_k + shared;
 }

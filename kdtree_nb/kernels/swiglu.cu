@@ -5,6 +5,7 @@
 // Invariant elementwise.
 #include <cuda_bf16.h>
 
+#include "swiglu.cuh"
 #include "turn.cuh"
 
 extern "C" __global__ void swiglu(const float* gate_up,               // [rows, 2 · width], row_stride apart
@@ -17,5 +18,5 @@ extern "C" __global__ void swiglu(const float* gate_up,               // [rows, 
     if (i >= width)
         return;
     const float gate = gate_up[row * row_stride + i], up = gate_up[row * row_stride + width + i];
-    y[row * width + i] = OUT(gate * (1.0f / (1.0f + expf(-gate))) * up);
+    y[row * width + i] = OUT(swiglu_of(gate, up));
 }

@@ -7,10 +7,12 @@ import numpy as np
 import pytest
 from builders import tiny_config
 from helpers import assert_same_bits
+from ml_dtypes import bfloat16
 
 from kdtree_nb.config import ModelConfig
-from kdtree_nb.kernels.moe_pairs import MAX_EXPERTS
-from kdtree_nb.kernels.moe_route import moe_route
+from kdtree_nb.kernels.moe_pairs import MAX_EXPERTS, ROWS, sort_pairs
+from kdtree_nb.kernels.moe_route import moe_route, routing
+from kdtree_nb.kernels.swiglu import swiglu
 from kdtree_nb.reference.moe import moe_route as specification
 
 CLOSE = 1e-6
@@ -237,6 +239,41 @@ def test_rows_may_lie_apart(device):
         assert_same_bits(device.host(found), device.host(expected))
 
 
+@pytest.mark.parametrize("dtype", [np.float32, bfloat16])
+@pytest.mark.parametrize(("tokens", "experts", "width"), [(0, 12, 5), (1, 12, 1), (3, 64, 2816), (5, 40, 33)])
+def test_swiglu_beside_the_choice(device, tokens, experts, width, dtype):
+    """The bits of the two kernels that do one each, from rows that lie apart."""
+    rng = np.random.default_rng(experts)
+    product = device.put(rng.normal(0, 3, (tokens, experts + 2 * width + 4)).astype(np.float32))[:, 4:]
+    bias, config = device.put(rng.normal(0, 1, experts).astype(np.float32)), router(experts, 3)
+    found = routing(product, bias, config, dtype=dtype)
+    for one, expected in zip(found[:2], moe_route(product[:, :experts], bias, config), strict=True):
+        assert_same_bits(device.host(one), device.host(expected))
+    assert found.activations.shape == (tokens, width)
+    assert_same_bits(device.host(found.activations), device.host(swiglu(product[:, experts:], dtype)))
+
+
+@pytest.mark.parametrize("shared", [0, 2])
+def test_one_token_needs_no_sorting(device, shared):
+    """Each of its experts is a block with one pair, the choice's: what the sort would find, in another order."""
+    rng = np.random.default_rng(2)
+    logits, bias = device.put(rng.normal(0, 1, (1, 70)).astype(np.float32)), device.put(np.zeros(70, np.float32))
+    found = routing(logits, bias, router(70, 9), shared)
+    assert found.activations is None
+    experts, pairs, count = map(device.host, found.blocks)
+    ids = device.host(found.expert_ids)[0]
+    assert count.tolist() == [9 + shared]
+    assert experts.tolist() == ids.tolist()
+    assert pairs[:, 0].tolist() == list(range(9 + shared))
+    assert (pairs[:, 1:] == -1).all() and pairs.shape[1] == ROWS
+    sorted_experts, sorted_pairs, _ = map(device.host, sort_pairs(found.expert_ids, 70 + shared, ROWS))
+    order = np.argsort(experts)
+    assert_same_bits(experts[order], sorted_experts)
+    assert_same_bits(pairs[order], sorted_pairs)
+    two = device.put(np.repeat(device.host(logits), 2, axis=0))
+    assert routing(two, bias, router(70, 9), shared).blocks is None
+
+
 def test_no_tokens(device):
     ids, weights = run(device, np.zeros((0, 12)), np.zeros(12), router(12, 4))
     assert (ids.dtype, ids.shape, weights.shape) == (np.int32, (0, 4), (0, 4))
@@ -267,3 +304,5 @@ def test_refuses(device):
         route((2, MAX_EXPERTS + 1), (MAX_EXPERTS + 1,), MAX_EXPERTS + 1)
     with pytest.raises(TypeError, match=r"moe_route: .*'logits' is float64"):
         route((2, 8), (8,), 8, np.float64)
+    with pytest.raises(ValueError, match=r"moe_route: product \[1, 17\] .* expected \[tokens, 12 \+ 2 · width\]"):
+        routing(device.empty((1, 17), np.float32), device.empty(12, np.float32), router(12, 4))

@@ -46,7 +46,7 @@ VARIANTS = {path.name: NO_DEFINES for path in files("kdtree_nb.kernels").iterdir
     "tree_attention_wgmma.cu": [{"KV_LORA": "512", "ROPE": "64"}],
     "tree_attention_combine.cu": [{"KV_LORA": "512"}],
     "w4a16_mma.cu": MMA,
-    "swiglu.cu": [{"OUT": "__nv_bfloat16"}, {"OUT": "float"}],
+    **{name: [{"OUT": "__nv_bfloat16"}, {"OUT": "float"}] for name in ("moe_route.cu", "swiglu.cu")},
     "rms_norm.cu": [
         {"OUT": out, "THREADS": threads, "VALUES": values}
         for out in ("__nv_bfloat16", "float")
