@@ -17,8 +17,7 @@ from kdtree_nb.quantization import GROUP_SIZE, QuantizedWeight, pack
 SHAPES = ((2048, 7168), (4096, 7168), (7168, 2048), (1408, 2048), (2048, 1408), (11264, 2048))
 """Outputs and inputs: projections of Kimi K2's experts, then of Moonlight's experts and of its dense layer."""
 ROWS = (1, 8, 16, 32, 64)
-OURS = ("w4a16_mma", "w4a16_mma, one by one", "w4a16_gemm")
-"""As in a recorded round, where each begins while the one before it ends; without that; and the exact kernel."""
+OURS = ("w4a16_mma", "w4a16_gemm")
 BYTES_PER_WEIGHT = 0.5 + 2 / GROUP_SIZE
 """Of INT4 codes and bfloat16 scales."""
 
@@ -127,12 +126,11 @@ def measure(
         ]
         for x in activations:
             calls = _calls(w4a16_mma, device.put(x.astype(bfloat16)), weights)
-            for kernel, overlapping in ((OURS[0], True), (OURS[1], False)):
-                yield Product(kernel, out_features, in_features, len(x), microseconds(calls, overlapping))
+            yield Product(OURS[0], out_features, in_features, len(x), microseconds(calls))
         weights = [tuple(array.copy() for array in packed) for _ in range(copies)]
         for x in activations:
             calls = _calls(lambda x, w: w4a16_gemm(x, *w), device.put(x), weights)
-            yield Product(OURS[2], out_features, in_features, len(x), microseconds(calls))
+            yield Product(OURS[1], out_features, in_features, len(x), microseconds(calls))
         for peer in with_peers:
             copies_here = copies_of(int(out_features * in_features * peer.bytes_per_weight), cache)
             weights = peer.prepare(weight, copies_here)

@@ -2,7 +2,6 @@
 
 import statistics
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from typing import Any
 
 from kdtree_nb.engine.device import cuda_available
@@ -31,15 +30,15 @@ def cache_bytes() -> int:
     return int(cupy.cuda.Device().attributes["L2CacheSize"])
 
 
-def microseconds(calls: Sequence[Callable[[], object]], overlapping: bool = True) -> float:
-    """Median time of one of these calls, launched through CuPy: as one graph, replayed, as an engine's round is.
+def microseconds(calls: Sequence[Callable[[], object]]) -> float:
+    """Median time of one of these calls: as one graph, replayed, as an engine's round is.
 
-    There a kernel begins while the one before it ends; if not ``overlapping``, each waits for that one's end.
+    There a kernel of ours begins while the one before it ends.
     """
     with _stream() as stream:
         _warm_up(calls, stream)
         stream.begin_capture()
-        with recording() if overlapping else nullcontext():
+        with recording():
             for call in calls:
                 call()
         graph = stream.end_capture()
