@@ -176,6 +176,8 @@ check("eight rows", partial(launch, Kernel(teaching / "eight_rows.cu"), 4, 8))
 # takes 32 outputs, and stages `x` in shared memory for all of them. A lane takes a whole *group* at a time: 32 codes
 # are 16 bytes, one load, with one scale. 8 slices of the inputs work side by side, and each thread ends by adding the
 # 8 slices' sums of one element. Here is the file, and the heart of the header that all products share.
+# (`wait_for_turn` is a matter of whole rounds: there a kernel may begin while the one before it ends, see
+# [07 · Performance](07_performance.ipynb).)
 
 # %%
 package = files("kdtree_nb.kernels")

@@ -286,8 +286,10 @@ figure, (left, right) = plt.subplots(1, 2, figsize=(11, 3.6), layout="constraine
 plotting.bars(left, list(decoded), {"tokens/s": np.array([run["tokens_per_second"] for run in decoded.values()])})
 for (label, bound), color in zip(bounds.items(), plotting.ACCENTS[1:], strict=False):
     left.axhline(bound, color=color, ls="--", lw=1.2, label=label)
-left.legend(fontsize="small", frameon=False)
-left.set(title="Moonlight's size, random weights")
+left.legend(fontsize="small", frameon=False, loc="upper left", ncols=3)
+left.set(
+    title="Moonlight's size, random weights", ylim=(0, 1.15 * max(run["tokens_per_second"] for run in decoded.values()))
+)
 plotting.bars(right, list(small), {"tokens/s": np.array([rate for rate, _ in small.values()])})
 right.set(title="kdt16m, trained, held-out texts")
 right.get_legend().remove()
