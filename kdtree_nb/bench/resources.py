@@ -10,8 +10,7 @@ from kdtree_nb.kernels.source import read_source
 ARCHS = ("sm_80", "sm_90a", "sm_100", "sm_120")
 DEFINES: dict[str, dict[str, str]] = {
     "dense_gemm.cu": {"WEIGHT": "__nv_bfloat16"},
-    "dense_mma.cu": {"IN_FEATURES": "2048", "OUT": "float"}
-    | {"PARTS": "8", "TILES": "1", "ROWS": "16", "STAGES": "3"},
+    "dense_mma.cu": {"IN_FEATURES": "2048", "OUT": "float"} | {"PARTS": "8", "TILES": "1", "ROWS": "16", "STAGES": "3"},
     "w4a16_gemm.cu": {"SCALE": "__nv_bfloat16"},
     "tree_attention_mma.cu": {"KV_LORA": "512", "ROPE": "64", "ROWS": "64", "STAGES": "2"},
     "tree_attention_wgmma.cu": {"KV_LORA": "512", "ROPE": "64"},
