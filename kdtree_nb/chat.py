@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kdtree_nb.bundle.format import fault
+from kdtree_nb.bundle.headers import read_small
 from kdtree_nb.checkpoint.folder import read_json
 
 if TYPE_CHECKING:
@@ -47,9 +48,8 @@ def render_chat(folder: Path, messages: list[dict[str, str]]) -> str:
     settings = folder / "tokenizer_config.json"
     config = read_json(settings) if settings.is_file() else {}
     path = folder / "chat_template.jinja"
-    if path.is_file() and path.stat().st_size > LARGEST_TEMPLATE:
-        raise fault(path, f"has {path.stat().st_size} bytes, expected at most {LARGEST_TEMPLATE}")
-    template = path.read_text(encoding="utf-8") if path.is_file() else config.get("chat_template")
+    own = path.is_file()
+    template = read_small(path, LARGEST_TEMPLATE).decode() if own else config.get("chat_template")
     if not isinstance(template, str):
         raise fault(folder, "has no chat template, expected chat_template.jinja or one in tokenizer_config.json")
 

@@ -13,7 +13,7 @@ from rich.markup import escape
 from rich.table import Column, Table
 
 from kdtree_nb.bench.commands import bench
-from kdtree_nb.console import BUDGET, Device, Dtype, JsonFile, err, node_budget_of, out
+from kdtree_nb.console import BUDGET, Device, Dtype, JsonFile, err, node_budget_of, out, token_ids_of, writable
 from kdtree_nb.golden import folder
 from kdtree_nb.kernels.emulator.build import KernelError
 from kdtree_nb.kernels.nvrtc import NvrtcError
@@ -33,15 +33,15 @@ LONG_TO_LOAD = 10**9
 
 @app.command()
 def demo(
-    figure: Annotated[Path, typer.Option(help="Where the figure goes.")] = Path("demo.png"), device: Device = "auto"
+    figure: Annotated[Path, typer.Option(help="Where the figure goes.", callback=writable)] = Path("demo.png"),
+    device: Device = "auto",
 ) -> None:
     """Verify the golden files, generate with every decoder, compare them, and draw one figure."""
-    from kdtree_nb.demo import NEW_TOKENS, compare, draw, trained_bundle
+    from kdtree_nb.demo import NEW_TOKENS, check_figure, compare, draw, trained_bundle
     from kdtree_nb.engine import Engine
 
     started, golden = time.perf_counter(), folder()
-    if not figure.absolute().parent.is_dir():
-        raise ValueError(f"demo: --figure {figure}: no such folder")
+    check_figure(figure)
     passed = _verify(golden, device, new_tokens=NEW_TOKENS)
     engine = Engine.load(trained_bundle(golden), device)
     table = Table("domain", "decoder", "target forwards", "τ", "tokens/s", "same tokens")
@@ -75,7 +75,7 @@ def verify(
     golden: Annotated[Path | None, typer.Option(help="Folder of golden files; the repository's by default.")] = None,
     device: Device = "auto",
     tokens: Annotated[
-        int | None, typer.Option(min=2, help="Of each held-out text; by default 500, emulated 24.")
+        int | None, typer.Option(help="Of each held-out text, 24 or more; by default 500, emulated 24.")
     ] = None,
     json_file: JsonFile = None,
     dtype: Dtype = "float32",
@@ -84,7 +84,11 @@ def verify(
 ) -> None:
     """Check every golden bundle: checksums, each decoder and the trained drafter against the specification."""
     from kdtree_nb.record import record, recorded
+    from kdtree_nb.verify import EMULATED_TOKENS
 
+    if tokens is not None and tokens < EMULATED_TOKENS:
+        reason = "of fewer, none may be a draft that came true, and a drafter has to save forwards in every text"
+        raise ValueError(f"verify: --tokens {tokens}, expected {EMULATED_TOKENS} or more: {reason}")
     golden = golden or folder()
     if show:
         for line in recorded(golden / "measurements"):
@@ -104,6 +108,9 @@ def verify(
 def generate(
     prompt: Annotated[str | None, typer.Option(help="The prompt; without one, standard input is read.")] = None,
     prompt_file: Annotated[Path | None, typer.Option(help="A file with the prompt.")] = None,
+    token_ids: Annotated[
+        Any, typer.Option(parser=token_ids_of, metavar="1,2,3", help="The prompt as ids; the answer comes as ids, too.")
+    ] = None,
     bundle: Annotated[Path | None, typer.Option(help="A bundle; the repository's trained model by default.")] = None,
     decoder: Annotated[str, typer.Option(help="ar, chain or ddtree; the text is the same.")] = "ddtree",
     node_budget: Annotated[
@@ -122,41 +129,51 @@ def generate(
     device: Device = "auto",
     dtype: Dtype = "float32",
 ) -> None:
-    """Continue a prompt. The text goes to standard output as it comes, the statistics to standard error."""
+    """Continue a prompt. What is new goes to standard output as it comes, the statistics to standard error."""
     from tokenizers.decoders import DecodeStream
 
     from kdtree_nb.demo import trained_bundle
     from kdtree_nb.engine import Engine, PromptLookup
     from kdtree_nb.engine.budget import round_costs
+    from kdtree_nb.engine.options import check_options
+    from kdtree_nb.kernels.choose_tokens import Sampling
 
-    text = _prompt(prompt, prompt_file)
+    check_options(decoder, node_budget, max_new_tokens, Sampling(temperature, seed, top_k, top_p))
+    given = _prompt(prompt, prompt_file, token_ids, chat)
     path = None if drafter == "lookup" else drafter
     engine = Engine.load(bundle or trained_bundle(folder()), device, drafter=path, dtype=dtype)
+    if isinstance(given, str) and chat:
+        from kdtree_nb.chat import chat_tokens
+
+        prompt_ids = engine.token_ids(chat_tokens(engine, given))
+    else:
+        prompt_ids = engine.token_ids(given)
     if engine.device.name == "cuda" and engine.bundle.nbytes >= LONG_TO_LOAD:
         with _bytes_bar("loading") as progress:
             engine.preload(progress)
-    stream = DecodeStream(skip_special_tokens=True)
+    tokenizer = engine.tokenizer if isinstance(given, str) else None
+    stream, comma = DecodeStream(skip_special_tokens=True), ""
 
     def show(token: int) -> None:
-        if engine.tokenizer is not None and not as_json:
-            sys.stdout.write(stream.step(engine.tokenizer, token) or "")
-            sys.stdout.flush()
+        nonlocal comma
+        if tokenizer is not None:
+            sys.stdout.write(stream.step(tokenizer, token) or "")
+        else:
+            sys.stdout.write(f"{comma}{token}")
+            comma = ","
+        sys.stdout.flush()
 
     drafts = PromptLookup() if drafter == "lookup" else engine.drafter
     if node_budget == "auto" and decoder != "ar":
         with err.status("what does a round cost here? (measured once)"), engine.device.running():
             round_costs(engine.model, drafts, engine.capacity)
-    prompt_or_tokens: str | list[int] = text
-    if chat:
-        from kdtree_nb.chat import chat_tokens
-
-        prompt_or_tokens = chat_tokens(engine, text)
+    watching = None if as_json else show
     run = engine.generate(
-        prompt_or_tokens, decoder, node_budget, max_new_tokens, temperature, seed, top_k, top_p, drafts, on_token=show
+        prompt_ids, decoder, node_budget, max_new_tokens, temperature, seed, top_k, top_p, drafts, on_token=watching
     )
     if as_json:
         statistics = {
-            "prompt": text,
+            "prompt": given,
             "text": run.text,
             "tokens": run.tokens,
             "finish_reason": run.finish_reason,
@@ -339,14 +356,31 @@ def _bytes_bar(what: str) -> Iterator[Callable[[int, int], None]]:
     from rich.progress import DownloadColumn, Progress, TimeRemainingColumn, TransferSpeedColumn
 
     columns = (*Progress.get_default_columns()[:2], DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=err) as bar:
-        task = bar.add_task(what, total=None)
-        yield lambda done, total: bar.update(task, completed=done, total=total)
+    bar = Progress(*columns, console=err)
+
+    def show(done: int, total: int) -> None:
+        if not bar.task_ids:  # not before: what fails at once has one line, that of its error
+            bar.start()
+            bar.add_task(what)
+        bar.update(bar.task_ids[0], completed=done, total=total)
+
+    try:
+        yield show
+    finally:
+        if bar.task_ids:
+            bar.stop()
 
 
-def _prompt(prompt: str | None, prompt_file: Path | None) -> str:
-    if prompt is not None and prompt_file is not None:
-        raise ValueError("generate: --prompt and --prompt-file were both given, expected one of them")
+def _prompt(prompt: str | None, prompt_file: Path | None, token_ids: list[int] | None, chat: bool) -> str | list[int]:
+    """The one prompt that was given: a text, or token ids."""
+    options = {"--prompt": prompt, "--prompt-file": prompt_file, "--token-ids": token_ids}
+    given = [option for option, value in options.items() if value is not None]
+    if len(given) > 1:
+        raise ValueError(f"generate: {' and '.join(given)} were given, expected one of them")
+    if token_ids is not None:
+        if chat:
+            raise ValueError("generate: --chat and --token-ids were given, expected a text for the chat template")
+        return token_ids
     if prompt_file is not None:
         try:
             return prompt_file.read_text(encoding="utf-8")

@@ -26,6 +26,21 @@ class Comparison(NamedTuple):
         return len({tuple(run.tokens) for run in self.runs.values()}) == 1
 
 
+def check_figure(path: Path) -> None:
+    """Refuse a name that :func:`draw` could not save under.
+
+    Raises
+    ------
+    ValueError
+        For an ending that is none of Matplotlib's formats.
+    """
+    from matplotlib.backend_bases import FigureCanvasBase
+
+    formats = FigureCanvasBase.get_supported_filetypes()
+    if path.suffix[1:].lower() not in formats:
+        raise ValueError(f"demo: --figure {path}, expected a name that ends in one of .{', .'.join(formats)}")
+
+
 def trained_bundle(golden: Path) -> Path:
     """The trained INT4 model of the repository."""
     return golden / "kdt16m" / "kdt16m-int4.kdtr"
@@ -56,4 +71,5 @@ def draw(engine: Engine, golden: Path, comparisons: list[Comparison], path: Path
     left.set_title("engine against the NumPy specification (dashed: tolerance)", fontsize="medium")
     accepted = {c.domain: [r.accepted for r in c.runs["ddtree"].rounds] for c in comparisons}
     plotting.rounds(right, accepted).set_title("ddtree: the text cut into its rounds", fontsize="medium")
+    path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=150)

@@ -49,7 +49,15 @@ def folder() -> Path:
 
 
 def golden_files(root: Path) -> list[Path]:
-    """All golden files below a folder, tiny models first."""
+    """All golden files below a folder, tiny models first.
+
+    Raises
+    ------
+    OSError
+        If it is no folder.
+    """
+    if not root.is_dir():
+        raise NotADirectoryError(f"{root}: {'a file' if root.exists() else 'no such folder'}, expected a folder")
     return sorted(root.rglob(f"*{SUFFIX}"), key=lambda path: (path.parent.name != "tiny", path))
 
 

@@ -6,7 +6,7 @@ from typing import NamedTuple
 import numpy as np
 
 from kdtree_nb.engine import DFlash, Drafter, Engine, Oracle
-from kdtree_nb.engine.engine import MAX_NODE_BUDGET
+from kdtree_nb.engine.options import MAX_NODE_BUDGET
 
 WARM_UP_TEXTS = 20
 """After these, all weights are on the device."""

@@ -20,6 +20,7 @@ from kdtree_nb.bundle import Bundle, BundleError, write_bundle
 
 Header = dict[str, Any]
 NORM = "model.norm"
+KV_B = "model.layers.0.self_attn.kv_b_proj"
 
 
 @pytest.fixture(scope="module")
@@ -250,6 +251,7 @@ SEALED: dict[str, tuple[Callable[[Header], None], tuple[str, ...]]] = {
         (f"tensor '{GATE}.qw', expected only '{GATE}'", f" with '{GATE}.sc'"),
     ),
     "a missing .qw": (rename(f"{EXPERT}.qw", "x.qw"), (f"tensor '{EXPERT}.sc', expected only '{EXPERT}'",)),
+    "packed attention": (rename(KV_B, f"{KV_B}.qw"), (f"tensor '{KV_B}.qw', expected only '{KV_B}'", "never packed")),
     "a packed weight that is never packed": (
         both(rename("model.embed_tokens", "model.embed_tokens.qw"), rename(NORM, "model.embed_tokens.sc")),
         ("tensor 'model.embed_tokens.qw' and 'model.embed_tokens.sc', expected", "[48, 32], never packed"),
@@ -344,7 +346,10 @@ def test_group_size_64_is_refused_not_misread(tmp_path: Path) -> None:
 
 def test_paths_that_are_no_files(tmp_path: Path) -> None:
     assert_refused(tmp_path / "absent.kdtr", "no such file")
-    assert_refused(tmp_path / "absent.kdtr.index.json", "not a file")
+    assert_refused(tmp_path / "absent.kdtr.index.json", "no such file")
+    (tmp_path / "folder.kdtr.index.json").mkdir()
+    (tmp_path / "folder.kdtr.index.json" / "m.kdtr.index.json").mkdir()
+    assert_refused(tmp_path / "folder.kdtr.index.json", "a folder, expected a file", file="m.kdtr.index.json")
     (tmp_path / "endless.kdtr").symlink_to("/dev/zero")
     assert_refused(tmp_path / "endless.kdtr", "no such file")
     os.mkfifo(tmp_path / "pipe.kdtr")  # opening it would wait for ever
@@ -438,7 +443,7 @@ def test_an_index_that_is_none(case: str, sharded: Path) -> None:
 def test_an_index_of_gigabytes_is_not_read(sharded: Path) -> None:
     with open(sharded, "r+b") as file:
         file.truncate(2**33)
-    assert_refused(sharded, "not a file of at most")
+    assert_refused(sharded, f"has {2**33} bytes, expected at most {2**26}")
 
 
 def test_an_index_that_disagrees_with_its_shards(sharded: Path) -> None:

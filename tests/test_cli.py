@@ -197,10 +197,54 @@ def test_verify_of_one_bundle_that_fails_among_others(
 
 def test_verify_without_golden_files(run: Callable[..., Ran], tmp_path: Path) -> None:
     assert_one_line(run("verify", "--golden", tmp_path), f"no golden file below {tmp_path}")
-    assert_one_line(run("verify", "--golden", tmp_path / "nowhere"), "no golden file below")
+    assert_one_line(run("verify", "--golden", tmp_path / "nowhere"), "nowhere: no such folder, expected a folder")
     (tmp_path / f"bad{golden.SUFFIX}").write_bytes(b"what")
     assert_one_line(run("verify", "--golden", tmp_path), f"bad{golden.SUFFIX} is not a golden file")
     assert_one_line(run("verify", "--golden", TINY, "--device", "abacus"), "device='abacus', expected one of")
+
+
+def test_verify_of_few_tokens_is_refused_with_the_reason(run: Callable[..., Ran]) -> None:
+    """Of the trained model's held-out texts, one has no draft that comes true before its third token."""
+    for tokens in (-1, 0, 2, 23):
+        shown = run("verify", "--golden", TINY, "--tokens", tokens)
+        assert_one_line(shown, f"--tokens {tokens}, expected 24 or more: of fewer, none may be a draft that came true")
+
+
+# ---- paths -----------------------------------------------------------------------------------------------------------
+
+FILE, FOLDER = ROOT / "README.md", ROOT / "golden"
+NEEDS_FOLDER = "expected a folder with config.json and model.safetensors or model.safetensors.index.json"
+BAD_PATHS: dict[str, tuple[list[object], str]] = {
+    "convert nothing": (["convert", "/no/such", "/no/out"], f"/no/such: no such folder, {NEEDS_FOLDER}"),
+    "convert a file": (["convert", FILE, "/no/out"], f"README.md: a file, {NEEDS_FOLDER}"),
+    "convert another folder": (["convert", FOLDER, "/no/out"], "golden/config.json: no such file"),
+    "convert into a file": (["convert", FOLDER, FILE], "README.md: is a file or the checkpoint itself"),
+    "convert into its source": (["convert", FOLDER, FOLDER], "golden: is a file or the checkpoint itself"),
+    "export nothing": (["export", "/no/such.kdtr", "/no/out"], "/no/such.kdtr: no such file"),
+    "export into a file": (["export", TINY / "tiny-int4.kdtr", FILE], "README.md: is in use, expected an empty folder"),
+    "export into a full folder": (["export", TINY / "tiny-int4.kdtr", FOLDER], "golden: is in use, expected an empty"),
+    "export below a file": (["export", TINY / "tiny-int4.kdtr", FILE / "x"], "Not a directory"),
+    "inspect a folder with two": (["inspect", TINY], "the folder holds 2 bundles"),
+    "verify a file": (["verify", "--golden", FILE], "README.md: a file, expected a folder"),
+    "verify, recorded in a folder": (["verify", "--json", FOLDER], "golden: a folder, expected a file to write"),
+    "verify, recorded below a file": (["verify", "--json", FILE / "x"], "README.md is a file, expected a folder"),
+    "resources in a folder": (["bench", "resources", "--json", FOLDER], "golden: a folder, expected a file to write"),
+    "acceptance in a folder": (["bench", "acceptance", "--json", FOLDER], "golden: a folder, expected a file to write"),
+    "a figure in a folder": (["demo", "--figure", FOLDER], "golden: a folder, expected a file to write"),
+    "a figure below a file": (["demo", "--figure", FILE / "x.png"], "README.md is a file, expected a folder"),
+    "a figure of no format": (["demo", "--figure", "/no/x.xyz"], "/no/x.xyz, expected a name that ends in one of .eps"),
+}
+
+
+@pytest.mark.parametrize(("arguments", "message"), BAD_PATHS.values(), ids=BAD_PATHS)
+def test_a_path_that_cannot_be(run: Callable[..., Ran], arguments: list[object], message: str) -> None:
+    assert_one_line(run(*arguments), message)
+    assert not Path("/no").exists()
+
+
+def test_where_nobody_may_write(run: Callable[..., Ran], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr("os.access", lambda path, mode: Path(path) != tmp_path)  # root may write anywhere
+    assert_one_line(run("verify", "--json", tmp_path / "new" / "x.json"), f"no permission to write in {tmp_path}")
 
 
 # ---- generate --------------------------------------------------------------------------------------------------------
@@ -325,10 +369,19 @@ def test_streamed_text_is_the_text(run: Callable[..., Ran], model: Built) -> Non
 
 BAD_GENERATE: dict[str, tuple[list[object], str]] = {
     "no such bundle": (["--bundle", "/no/such.kdtr", "--prompt", "a"], "/no/such.kdtr: no such file"),
-    "no tokenizer": (["--bundle", TINY / "tiny-int4.kdtr", "--prompt", "a"], "names no tokenizer"),
+    "no tokenizer": (
+        ["--bundle", TINY / "tiny-int4.kdtr", "--prompt", "a"],
+        "give the prompt as token ids (--token-ids)",
+    ),
     "no such prompt file": (["--prompt-file", "/no/such.txt"], "/no/such.txt"),
     "a folder as prompt file": (["--prompt-file", "/"], "Is a directory: '/'"),
-    "two prompts": (["--prompt", "a", "--prompt-file", "/no/such.txt"], "were both given, expected one of them"),
+    "two prompts": (["--prompt", "a", "--prompt-file", "/no/such.txt"], "--prompt and --prompt-file were given, expec"),
+    "a prompt and ids": (["--prompt", "a", "--token-ids", "1"], "--prompt and --token-ids were given, expected one of"),
+    "ids for the chat template": (["--token-ids", "1", "--chat"], "--chat and --token-ids were given, expected a text"),
+    "ids of another vocabulary": (
+        ["--bundle", TINY / "tiny-int4.kdtr", "--token-ids", "7,512"],
+        "prompt with token ids 7..512, expected 0 to 511",
+    ),
     "empty prompt": (["--prompt", ""], "an empty prompt, expected 1 token or more"),
     "undecodable prompt": (["--prompt", "\udcff"], "lone surrogates"),
     "decoder": (["--prompt", "a", "--decoder", "greedy"], "decoder='greedy', expected one of ar, chain, ddtree"),
@@ -340,6 +393,7 @@ BAD_GENERATE: dict[str, tuple[list[object], str]] = {
     "top_p": (["--prompt", "a", "--top-p", 0], "top_p=0.0, expected a number above 0 and at most 1"),
     "max_new_tokens": (["--prompt", "a", "--max-new-tokens", 0], "max_new_tokens=0, expected"),
     "device": (["--prompt", "a", "--device", "abacus"], "device='abacus', expected one of"),
+    "dtype": (["--prompt", "a", "--dtype", "half"], "dtype='half', expected one of float32, bfloat16"),
 }
 
 
@@ -347,6 +401,48 @@ BAD_GENERATE: dict[str, tuple[list[object], str]] = {
 def test_a_fault_is_one_line(run: Callable[..., Ran], model: Built, arguments: list[object], message: str) -> None:
     bundle = [] if "--bundle" in arguments else ["--bundle", model.path]
     assert_one_line(run("generate", *bundle, *arguments), message)
+
+
+NEED_NO_BUNDLE = (
+    "no such prompt file", "two prompts", "a prompt and ids", "ids for the chat template", "decoder", "node budget",
+    "temperature", "top_k", "top_p", "max_new_tokens", "device", "dtype",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("fault", NEED_NO_BUNDLE)
+def test_what_needs_no_bundle_is_told_before_one_is_opened(run: Callable[..., Ran], fault: str) -> None:
+    arguments, message = BAD_GENERATE[fault]
+    assert_one_line(run("generate", "--bundle", "/no/such.kdtr", *arguments), message)
+
+
+def test_a_prompt_that_does_not_fit_is_told_before_weights_are_loaded(
+    run: Callable[..., Ran], model: Built, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def load_nothing(*_: object) -> None:
+        raise AssertionError("a weight was read")
+
+    monkeypatch.setattr(Bundle, "__getitem__", load_nothing)
+    for name in ("empty prompt", "undecodable prompt"):
+        arguments, message = BAD_GENERATE[name]
+        assert_one_line(run("generate", "--bundle", model.path, *arguments), message)
+    assert_one_line(run("generate", "--bundle", model.path, "--token-ids", "1,99999"), "token ids 1..99999, expected")
+
+
+def test_a_bundle_without_a_tokenizer_takes_ids_and_gives_ids(run: Callable[..., Ran], model: Built) -> None:
+    options = ["--token-ids", "5,3,60", "--max-new-tokens", 6]
+    for bundle in (TINY / "tiny-int4.kdtr", model.path):  # with a tokenizer, too
+        expected = Engine.load(bundle).generate([5, 3, 60], max_new_tokens=6)
+        shown = run("generate", "--bundle", bundle, *options)
+        assert (shown.code, shown.out) == (0, ",".join(map(str, expected.tokens)) + "\n")
+        assert shown.err.startswith("6 tokens (length), ")
+        told = json.loads(run("generate", "--bundle", bundle, *options, "--json").out)
+        assert (told["prompt"], told["tokens"], told["text"]) == ([5, 3, 60], expected.tokens, expected.text)
+
+
+def test_ids_that_are_none(run: Callable[..., Ran]) -> None:
+    shown = run("generate", "--token-ids", "1,b")
+    assert (shown.code, shown.out) == (2, "")
+    assert "'1,b' is not a list of whole numbers" in shown.err
 
 
 def test_a_prompt_file_that_is_no_text(run: Callable[..., Ran], model: Built, tmp_path: Path) -> None:
@@ -539,6 +635,7 @@ BAD_BENCH: dict[str, tuple[list[object], str]] = {
     "budget": (["--decoder", "ddtree", "--node-budget", 10**6], "node_budget=1000000, expected"),
     "no trained drafter": (["--decoder", "marginal"], "has no transition head"),
     "device": (["--device", "abacus"], "device='abacus', expected one of"),
+    "tokens and temperature": (["--temperature", -1], "temperature=-1.0, expected"),
 }
 
 

@@ -9,7 +9,7 @@ from rich.table import Column, Table
 
 from kdtree_nb.bench.engine_commands import bench_acceptance, bench_cpu, bench_load, bench_model, bench_step
 from kdtree_nb.bench.shown import Peers, missing, show, tracked
-from kdtree_nb.console import JsonFile, err, out
+from kdtree_nb.console import JsonFile, err, out, writable
 
 bench = typer.Typer(no_args_is_help=True, help="Measure; each command prints a table.")
 for command in (bench_acceptance, bench_cpu, bench_load, bench_step, bench_model):
@@ -18,7 +18,9 @@ for command in (bench_acceptance, bench_cpu, bench_load, bench_step, bench_model
 
 @bench.command("resources")
 def bench_resources(
-    json_file: Annotated[Path | None, typer.Option("--json", help="Write the table here as well.")] = None,
+    json_file: Annotated[
+        Path | None, typer.Option("--json", help="Write the table here as well.", callback=writable)
+    ] = None,
 ) -> None:
     """Registers, spills and shared memory of every kernel, compiled for four GPUs; needs none."""
     from rich.progress import track

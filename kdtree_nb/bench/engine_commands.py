@@ -35,13 +35,17 @@ def bench_acceptance(
     """Accepted drafts on held-out prompts. The options --domain, --decoder and --node-budget may be repeated."""
     from rich.progress import Progress
 
-    from kdtree_nb.acceptance import automatic_costs, cells, measure, over_domains
+    from kdtree_nb.acceptance import METHODS, automatic_costs, cells, measure, over_domains
     from kdtree_nb.demo import trained_bundle
     from kdtree_nb.engine import Engine
+    from kdtree_nb.engine.options import check_options
     from kdtree_nb.golden import held_out_prompts
+    from kdtree_nb.kernels.choose_tokens import Sampling
     from kdtree_nb.record import record
 
     wanted, path = cells(decoder or [], node_budget or []), trained_bundle(folder())
+    for cell in wanted:
+        check_options(METHODS[cell.decoder].decoder, cell.node_budget, tokens, Sampling(temperature))
     held_out = held_out_prompts(path.parent)
     for name in domain or []:
         if name not in held_out:
@@ -125,8 +129,8 @@ def bench_model(
     limits = ceilings()
     before = model.memory_held()
     engine = Engine.load(bundle or trained_bundle(folder()), "cuda", dtype=dtype)
-    engine.preload()
     prompt = model.prompt_length(prompt_tokens, engine.capacity)
+    engine.preload()
     runs = tracked(model.measure(engine, prompt), len(model.WAYS))
     held, floor = model.memory_held() - before, model.floor(engine, prompt, limits, dtype)
     about = {"memory_bytes": float(held), "floor_tokens_per_second": floor}

@@ -101,11 +101,18 @@ def parse_object(path: Path, what: str, text: str | bytes, limit: int) -> dict[s
     return value
 
 
+def read_small(path: Path, limit: int) -> bytes:
+    """A file whole, of at most so many bytes."""
+    if not path.is_file():
+        raise fault(path, "a folder, expected a file" if path.is_dir() else "no such file")
+    if path.stat().st_size > limit:
+        raise fault(path, f"has {path.stat().st_size} bytes, expected at most {limit}")
+    return path.read_bytes()
+
+
 def read_index(path: Path, suffix: str, locate: Callable[[Path, str, str], Path]) -> dict[str, Path]:
     """The file of each tensor, as an index gives it; ``locate`` decides which names may be followed."""
-    if not path.is_file() or path.stat().st_size > HEADER_LIMIT:
-        raise fault(path, f"not a file of at most {HEADER_LIMIT} bytes")
-    index = parse_object(path, "the index", path.read_bytes(), HEADER_LIMIT)
+    index = parse_object(path, "the index", read_small(path, HEADER_LIMIT), HEADER_LIMIT)
     weight_map = index.get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise fault(path, "weight_map is missing, expected an object that gives each tensor's file")
@@ -144,7 +151,12 @@ def open_index(path: Path) -> list[Shard]:
 
 
 def open_tensors(path: Path, dtypes: Mapping[str, np.dtype]) -> TensorFile:
-    """A safetensors file of these dtypes, its header read."""
+    """A safetensors file of these dtypes, its header read.
+
+    The library maps the file. One that is shorter than its header says is refused here. One that another process cuts
+    short later is beyond any check: the system stops whoever reads a page that is no longer there (SIGBUS). Nothing of
+    this package shortens a file in place; a bundle that is written again takes the old one's name, not its bytes.
+    """
     if not path.is_file():
         raise fault(path, "no such file")
     entries: dict[str, Entry] = {}

@@ -69,11 +69,13 @@ def convert(
     """
     if rule not in RULES:
         raise ValueError(f"convert: rule={rule!r}, expected one of {', '.join(RULES)}")
-    checkpoint = read_checkpoint(open_folder(source))
-    tensors = convert_source(checkpoint, rule, select)
+    if select is not None and select not in SELECT:
+        raise ValueError(f"convert: select={select!r}, expected one of {', '.join(SELECT)}")
     target = Path(target)
     if (target.exists() and not target.is_dir()) or target.resolve() == Path(source).resolve():
         raise fault(target, "is a file or the checkpoint itself, expected another folder or nothing")
+    checkpoint = read_checkpoint(open_folder(source))
+    tensors = convert_source(checkpoint, rule, select)
     total, done = sum(entry.nbytes for entry in tensors.entries().values()), 0
     target.mkdir(parents=True, exist_ok=True)
     unfinished = sum(file.stat().st_size for file in target.glob(f".*{SUFFIX}.*"))
@@ -104,8 +106,6 @@ def convert_source(checkpoint: Checkpoint, rule: str = "minmax", select: str | N
     """The weights of a checkpoint as a bundle stores them, each made when it is asked for."""
     if select is None:
         select = "none" if any(weight.kind == "int4" for weight in checkpoint.weights.values()) else "mlp"
-    if select not in SELECT:
-        raise ValueError(f"convert: select={select!r}, expected one of {', '.join(SELECT)}")
     chosen = quantized_names(checkpoint.config, SELECT[select])
     layout: dict[str, dict[str, Entry]] = {}
     for name, weight in checkpoint.weights.items():

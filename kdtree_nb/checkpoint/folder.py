@@ -12,7 +12,7 @@ import ml_dtypes
 import numpy as np
 
 from kdtree_nb.bundle.format import DTYPES, Entry, fault, sibling
-from kdtree_nb.bundle.headers import CONFIG_LIMIT, check_index, open_tensors, parse_object, read_index
+from kdtree_nb.bundle.headers import CONFIG_LIMIT, check_index, open_tensors, parse_object, read_index, read_small
 
 CONFIG, WEIGHTS, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
 PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
@@ -118,6 +118,9 @@ def open_folder(path: str | os.PathLike[str]) -> Folder:
         If something is missing or malformed, or if the weights are pickles.
     """
     path = Path(path)
+    if not path.is_dir():
+        what = "a file" if path.exists() else "no such folder"
+        raise fault(path, f"{what}, expected a folder with {CONFIG} and {WEIGHTS} or {INDEX}")
     settings = read_json(path / CONFIG)
     prefix = ""
     if isinstance(settings.get("text_config"), dict):
@@ -146,9 +149,7 @@ def open_folder(path: str | os.PathLike[str]) -> Folder:
 
 def read_json(path: Path) -> dict[str, Any]:
     """A JSON object of a sane length."""
-    if not path.is_file() or path.stat().st_size > CONFIG_LIMIT:
-        raise fault(path, f"not a file of at most {CONFIG_LIMIT} bytes")
-    return parse_object(path, "the file", path.read_bytes(), CONFIG_LIMIT)
+    return parse_object(path, "the file", read_small(path, CONFIG_LIMIT), CONFIG_LIMIT)
 
 
 def _rows(entries: Mapping[str, Entry], offsets: Mapping[str, int]) -> dict[str, Rows]:

@@ -7,37 +7,32 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
-from ml_dtypes import bfloat16
 
 from kdtree_nb.bundle import Bundle
 from kdtree_nb.bundle.format import DRAFTER_SUFFIX, INDEX_SUFFIX, SUFFIX
 from kdtree_nb.bundle.headers import find
 from kdtree_nb.config import ModelConfig
 from kdtree_nb.engine.budget import round_costs
-from kdtree_nb.engine.decode import DECODERS, Generation, OnRound, decode
+from kdtree_nb.engine.decode import Generation, OnRound, decode
 from kdtree_nb.engine.device import Device
 from kdtree_nb.engine.dflash import DFlash
 from kdtree_nb.engine.drafter import NO_DRAFTER, Drafter, PromptLookup
 from kdtree_nb.engine.model import Model
+from kdtree_nb.engine.options import check_options, dtype_named, require
 from kdtree_nb.engine.rounds import Budget, Rounds
 from kdtree_nb.engine.weights import Weights
 from kdtree_nb.kernels.choose_tokens import Sampling
-from kdtree_nb.kernels.tree_build import MAX_BUDGET
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
 _SURROGATE = re.compile("[\ud800-\udfff]")  # what undecodable bytes of a command line become
-DTYPES = {"float32": np.dtype(np.float32), "bfloat16": np.dtype(bfloat16)}
-MAX_NODE_BUDGET = MAX_BUDGET
 LONGEST_BY_DEFAULT = 2**18
 """A bundle may claim any length, and tables are made for all of it."""
 ROWS_AT_ONCE = 256
 """By which caches grow."""
 MOST_KEPT = 3
 """Rounds that are kept from text to text: plain decoding's, the trained drafter's, and those of a variant of it."""
-LOWEST_TEMPERATURE = 1e-6
-"""Above 0. The text is the greedy one long before, and logits / temperature stays far from overflow."""
 
 
 class Engine:
@@ -61,7 +56,7 @@ class Engine:
         self.capacity = capacity
         self.device = device
         self.dtype = dtype
-        self.model = Model(bundle.config, Weights(bundle, device, DTYPES[dtype]), device, capacity)
+        self.model = Model(bundle.config, Weights(bundle, device, dtype_named(dtype)), device, capacity)
         self.drafter = PromptLookup() if drafter is None else DFlash(drafter, self.model, device, capacity)
         self._kept: list[Rounds] = []  # the last used last
         self._tokenizer: Tokenizer | None = None
@@ -100,8 +95,7 @@ class Engine:
             For a bad argument, two bundles that do not belong together, or sizes that ``dtype`` has no kernels for.
         """
         chosen = Device.named(device)
-        if dtype not in DTYPES:
-            raise ValueError(f"Engine.load: dtype={dtype!r}, expected one of {', '.join(DTYPES)}")
+        dtype_named(dtype)
         bundle = Bundle.open(path)
         longest = bundle.config.max_position_embeddings
         capacity = min(longest, LONGEST_BY_DEFAULT) if capacity is None else capacity
@@ -190,19 +184,9 @@ class Engine:
         ValueError
             For a bad argument, named with its value.
         """
-        token_ids, tokenizer = self._token_ids(prompt), self.tokenizer
-        _require(decoder in DECODERS, f"decoder={decoder!r}", f"one of {', '.join(DECODERS)}")
-        if node_budget != "auto":
-            _require_whole("node_budget", node_budget, 0, MAX_NODE_BUDGET, ", or 'auto'")
-        _require_whole("max_new_tokens", max_new_tokens, 1, np.inf)
-        _require_whole("seed", seed, 0, 2**64 - 1)
-        usable = isinstance(temperature, float | int | np.floating) and (
-            temperature == 0 or LOWEST_TEMPERATURE <= temperature < np.inf
-        )
-        _require(usable, f"temperature={temperature!r}", f"0, or a finite number from {LOWEST_TEMPERATURE}")
-        _require_whole("top_k", top_k, 0, np.inf)
-        share = isinstance(top_p, float | int | np.floating) and 0 < top_p <= 1
-        _require(share, f"top_p={top_p!r}", "a number above 0 and at most 1")
+        sampling = Sampling(temperature, seed, top_k, top_p)
+        check_options(decoder, node_budget, max_new_tokens, sampling)
+        token_ids, tokenizer = self.token_ids(prompt), self.tokenizer
         with self.device.running():
             if decoder == "ar":
                 drafter, budget = NO_DRAFTER, Budget(0)
@@ -211,7 +195,6 @@ class Engine:
                 budget = self._budget(node_budget, drafter, temperature)
             limit = min(max_new_tokens, self.capacity - len(token_ids))
             with self._rounds(drafter, len(token_ids) + limit + budget.nodes) as rounds:
-                sampling = Sampling(temperature, seed, top_k, top_p)
                 generation = decode(
                     rounds, token_ids, limit, decoder, budget, sampling, on_token, on_round, keep_logits
                 )
@@ -247,32 +230,28 @@ class Engine:
         costs = round_costs(self.model, drafter, self.capacity)
         return Budget(len(costs) - 1, self.device.put(costs), 1.0 if temperature else drafter.greedy_gain)
 
-    def _token_ids(self, prompt: str | Sequence[int] | np.ndarray) -> np.ndarray:
+    def token_ids(self, prompt: str | Sequence[int] | np.ndarray) -> np.ndarray:
+        """A prompt as :meth:`generate` reads it, int32 [tokens].
+
+        Raises
+        ------
+        ValueError
+            If it is none for this bundle: a text without a tokenizer, ids beyond the vocabulary, or too many.
+        """
         if isinstance(prompt, str):
             if self.tokenizer is None:
-                raise ValueError(f"{self.bundle.path} names no tokenizer: give the prompt as token ids")
-            _require(not _SURROGATE.search(prompt), f"prompt {prompt[:40]!r} with lone surrogates", "Unicode text")
+                raise ValueError(f"{self.bundle.path} names no tokenizer: give the prompt as token ids (--token-ids)")
+            require(not _SURROGATE.search(prompt), f"prompt {prompt[:40]!r} with lone surrogates", "Unicode text")
             prompt = self.tokenizer.encode(prompt).ids
         token_ids = np.asarray(prompt)
-        _require(token_ids.size > 0, "an empty prompt", "1 token or more")
+        require(token_ids.size > 0, "an empty prompt", "1 token or more")
         listed = token_ids.ndim == 1
-        _require(listed, f"prompt of shape {list(token_ids.shape)}", "a list of tokens")
-        _require(np.issubdtype(token_ids.dtype, np.integer), f"prompt of dtype {token_ids.dtype}", "whole numbers")
-        _require(
+        require(listed, f"prompt of shape {list(token_ids.shape)}", "a list of tokens")
+        require(np.issubdtype(token_ids.dtype, np.integer), f"prompt of dtype {token_ids.dtype}", "whole numbers")
+        require(
             0 <= token_ids.min() and token_ids.max() < self.config.vocab_size,
             f"prompt with token ids {token_ids.min()}..{token_ids.max()}",
             f"0 to {self.config.vocab_size - 1}",
         )
-        _require(len(token_ids) < self.capacity, f"prompt of {len(token_ids)} tokens", f"fewer than {self.capacity}")
+        require(len(token_ids) < self.capacity, f"prompt of {len(token_ids)} tokens", f"fewer than {self.capacity}")
         return token_ids.astype(np.int32)
-
-
-def _require(holds: bool, what: str, expected: str) -> None:
-    if not holds:
-        raise ValueError(f"generate: {what}, expected {expected}")
-
-
-def _require_whole(name: str, value: object, lowest: int, highest: float, otherwise: str = "") -> None:
-    whole = isinstance(value, int | np.integer) and bool(lowest <= value <= highest)
-    upwards = "" if highest == np.inf else f" to {highest}"
-    _require(whole, f"{name}={value!r}", f"a whole number from {lowest}{upwards}{otherwise}")

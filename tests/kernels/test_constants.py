@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from kdtree_nb.engine.engine import MAX_NODE_BUDGET
+from kdtree_nb.engine.options import MAX_NODE_BUDGET
 from kdtree_nb.kernels import block_attention, gemm, moe_mma, moe_pairs, top_k, transition, tree_attention, tree_build
 from kdtree_nb.kernels.source import read_source
 
