@@ -476,8 +476,8 @@ print("all checks hold")
 # 2. Swap two bytes somewhere in a copy of the bundle. Does it open? What does `Bundle.verify` say, and which of the
 #    checks above would have noticed without it?
 # 3. `python -m golden.moonlight make FOLDER --layers 3 --shrink 8` makes a checkpoint of Moonlight's shape. Convert it,
-#    and compare what `inspect` says of folder and bundle. It has no tokenizer, so `generate` cannot read a text: give it
-#    `--token-ids 1,2,3`, and it answers in ids. For text, put the `tokenizer.json` of `golden/kdt16m` beside its
+#    and compare what `inspect` says of folder and bundle. It has no tokenizer, so `generate` cannot read a text: give
+#    it `--token-ids 1,2,3`, and it answers in ids. For text, put the `tokenizer.json` of `golden/kdt16m` beside its
 #    `config.json` and convert again.
 #
 # ## Where next
