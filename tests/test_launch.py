@@ -271,7 +271,11 @@ class TestCupy:
                 return self
 
             compute_capability = "90"
-            attributes: ClassVar = {"MaxSharedMemoryPerBlockOptin": 160 * 1024}
+            attributes: ClassVar = {
+                "MaxSharedMemoryPerBlockOptin": 160 * 1024,
+                "MultiProcessorCount": 100,
+                "MaxSharedMemoryPerMultiprocessor": 164 * 1024,
+            }
 
             def __exit__(self, *error):
                 pass
@@ -363,8 +367,8 @@ class TestCupy:
             assert len(list((tmp_path / "cubin").iterdir())) == count
 
     def test_where_an_array_is(self, told):
-        assert processor_of(GpuArray(np.zeros(1))) == ("90", 160 * 1024)
-        assert processor_of(np.zeros(1)) == ("", 227 * 1024)
+        assert processor_of(GpuArray(np.zeros(1))) == gpu.Processor("90", 160 * 1024, 100, 164 * 1024)
+        assert processor_of(np.zeros(1)) == gpu.Processor("", 227 * 1024)
 
     def test_mixed_devices(self, told):
         arguments = self.arguments()
