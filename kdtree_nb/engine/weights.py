@@ -43,8 +43,7 @@ class Weights:
     dtype : float32 or bfloat16
         What enters a product. With bfloat16, floats and scales are rounded when they are loaded and inputs where they
         are not yet, sums are float32, and the kernels are those of tensor cores. NumPy rounds in the same places, with
-        two exceptions: only kernels round the weights of the target's attention, only NumPy the activations of experts
-        that are floats.
+        two exceptions: only kernels round the weights of the target's attention, and INT4 that is stacked with floats.
     """
 
     def __init__(self, bundle: Bundle, device: Device, dtype: Any = np.float32) -> None:
@@ -181,7 +180,11 @@ class Weights:
         gate_up, down = self.experts(at, config)
         if isinstance(gate_up, TiledExperts):
             return moe_mma(x, expert_ids, weights, gate_up, down, shared, blocks)
-        return moe(self._device.float32(x), expert_ids, weights, gate_up, down, shared, blocks)
+
+        def entering(rows: Array) -> Array:
+            return self._device.float32(self._entering(rows))
+
+        return moe(entering(x), expert_ids, weights, gate_up, down, shared, blocks, entering)
 
     def experts(self, at: str, config: ModelConfig) -> tuple[Any, Any]:
         """The gate-and-up and the down projections of a layer's experts, for the kernels; see :meth:`shared_behind`."""

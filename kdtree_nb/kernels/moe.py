@@ -1,5 +1,6 @@
 """The experts of a layer, from the router's choice to their weighted sum."""
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
@@ -53,6 +54,7 @@ def moe(
     down: Experts,
     shared: Array | None = None,
     blocks: Blocks | None = None,
+    entering: Callable[[Array], Array] = lambda activations: activations,
 ) -> Array:
     """The weighted sum of each token's SwiGLU experts, added in the order of its choice.
 
@@ -70,6 +72,9 @@ def moe(
         What other experts have given, added last.
     blocks : Blocks, optional
         The pairs, sorted; by default they are sorted here.
+    entering : callable, optional
+        From SwiGLU's activations, float32, to what of them enters the down projection: by default all, in an engine of
+        bfloat16 what that rounding leaves.
 
     Returns
     -------
@@ -94,7 +99,7 @@ def moe(
 
         def expert(index: int, rows: np.ndarray) -> np.ndarray:
             gate, up = np.split(linear.linear(rows, linear.tile(gate_up.expert(index))), 2, axis=1)
-            return linear.linear(reference.swiglu(gate, up), linear.tile(down.expert(index)))
+            return linear.linear(entering(reference.swiglu(gate, up)), linear.tile(down.expert(index)))
 
         routed = reference.moe(x, expert_ids, weights, expert)
         return routed if shared is None else routed + shared
@@ -117,7 +122,7 @@ def moe(
     _down.specialize(**down.types)(
         (max_blocks, -(-hidden // OUTPUTS)),
         (THREADS,),
-        (activations, down.values, down.scales, *blocks, outputs, np.int32(hidden), np.int32(width)),
+        (entering(activations), down.values, down.scales, *blocks, outputs, np.int32(hidden), np.int32(width)),
     )
     return sum_pairs(outputs, weights, shared)
 
