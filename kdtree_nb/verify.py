@@ -157,7 +157,7 @@ def check_ar(cases: list[GoldenCase], plain: list[Generation]) -> Check:
 def check_ar_bf16(engine: Engine, cases: list[GoldenCase], plain: list[Generation]) -> Check:
     """Plain decoding in bfloat16: logits near the specification's of the same text; golden tokens are only counted.
 
-    Half of each prompt's tokens have to be within a tolerance; the median of all has one that is the model's own measure.
+    Half of each prompt's tokens have to be within a tolerance, and the median of all within the model's own measure.
     """
     weights = engine.bundle.weights()
     moved = nudged(weights)

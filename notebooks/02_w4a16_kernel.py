@@ -268,7 +268,7 @@ floors = {
 }
 times: dict[str, list[float]] = {}
 for result in measured["results"]:
-    if (result["out_features"], result["in_features"]) == (OUT, IN):
+    if result["case"]["shape"] == f"{OUT}x{IN}":
         times.setdefault(result["kernel"], []).append(result["microseconds"])
 
 # %%

@@ -74,19 +74,13 @@ for name, run in runs.items():
 
 
 # %%
-def as_measured(product: gemm.Product) -> Measured:
-    """A product in the form of the other files."""
-    kernel, out, n, rows, time = product
-    return Measured(kernel, {"shape": f"{out}x{n}", "rows": rows}, time, product.weight_bytes, 2.0 * rows * out * n)
-
-
 def over_rows(found: list[Measured], kernel: str, key: str, value) -> tuple[np.ndarray, ...]:
     """Operations, bytes and microseconds of a kernel for one shape, layer or prefix."""
     chosen = [one for one in found if one.kernel == kernel and one.case[key] == value]
     return tuple(np.array([getattr(one, name) for one in chosen]) for name in ("operations", "bytes", "microseconds"))
 
 
-products = [as_measured(gemm.Product(**result)) for result in runs["gemm"]["results"]]
+products = [Measured(**result) for result in runs["gemm"]["results"]]
 experts = [Measured(**result) for result in runs["moe"]["results"]]
 attended = [Measured(**result) for result in runs["attention"]["results"]]
 kernels = {"w4a16_mma": (products, "shape"), "moe_mma": (experts, "layer"), attention.OURS: (attended, "prefix")}

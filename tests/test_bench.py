@@ -17,7 +17,6 @@ from kdtree_nb.bench.ceilings import Ceilings
 from kdtree_nb.bench.commands import bench
 from kdtree_nb.bench.engine_commands import bench_load
 from kdtree_nb.bench.floors import Measured
-from kdtree_nb.bench.gemm import Product
 from kdtree_nb.bench.resources import DEFINES
 from kdtree_nb.bench.shown import missing, show
 from kdtree_nb.cli import main
@@ -30,38 +29,19 @@ from kdtree_nb.reference.tree import tree_accept
 RECORD = golden.folder() / "measurements" / "gemm-h200.json"
 
 
-def products(**times: float) -> list[Product]:
-    """At one shape and number of rows."""
-    return [Product(name.replace("_bf16", " bf16"), 2048, 7168, 8, time) for name, time in times.items()]
-
-
-def test_floor() -> None:
+def test_floor_of_a_product() -> None:
     """2048 × 7168 weights are 7,340,032 bytes of codes and 917,504 of scales: 1.85 µs at 4,459 GB/s."""
-    product = Product("w4a16_mma", 2048, 7168, 1, 3.7)
-    assert product.weight_bytes == 7_340_032 + 917_504
-    assert product.floor(4459) == pytest.approx(1.852, abs=1e-3)
-    assert product.gb_per_s == pytest.approx(8_257_536 / 3.7e-6 / 1e9)
+    one = gemm.product("w4a16_mma", 2048, 7168, 1, 3.7)
+    assert one.case == {"shape": "2048x7168", "rows": 1}
+    assert one.bytes == 7_340_032 + 917_504
+    assert one.operations == 29_360_128
+    assert one.floor(Ceilings(4459, 800)) == pytest.approx(1.852, abs=1e-3)
+    assert gemm.product("", 2048, 7168, 64, 3.7).floor(Ceilings(4459, 800)) == pytest.approx(2.349, abs=1e-3)
 
 
 def test_floor_counts_the_bytes_that_the_kernel_reads() -> None:
     weight = tile_weight(np.zeros((2048, 896), np.int32), np.zeros((2048, 224), bfloat16))
-    assert weight.codes.nbytes + weight.scales.nbytes == Product("", 2048, 7168, 1, 1.0).weight_bytes
-
-
-def test_table() -> None:
-    found = products(w4a16_mma=5.0, w4a16_gemm=50.0, torch_bf16=12.5, humming=8.0)
-    other_rows = [product._replace(rows=1, microseconds=1.0) for product in found]
-    row, other = gemm.table([*found, *other_rows], 4459)
-    assert (row.shape, row.rows, row.microseconds) == ("2048x7168", 8, 5.0)
-    assert row.of_floor == pytest.approx(5.0 / 1.852, abs=1e-3)
-    assert row.ratios == {"w4a16_gemm": 0.1, "torch bf16": 0.4, "humming": 0.625}
-    assert (row.best_peer, row.of_best_peer) == ("humming", 0.625)  # not our own exact kernel, were it the fastest
-    assert set(other.ratios.values()) == {1.0}
-
-
-def test_table_without_peers() -> None:
-    (row,) = gemm.table(products(w4a16_mma=5.0, w4a16_gemm=4.0), 4459)
-    assert (row.best_peer, row.of_best_peer) == (None, None)
+    assert weight.codes.nbytes + weight.scales.nbytes == gemm.product("", 2048, 7168, 1, 1.0).bytes
 
 
 @pytest.mark.parametrize(("nbytes", "copies"), [(8_257_536, 31), (1_622_016, 156), (10**9, 2)])
@@ -140,14 +120,16 @@ def test_the_recorded_run() -> None:
     """What bench wrote on the H200: every kernel for every case once, and figures that are possible."""
     found = json.loads(RECORD.read_text(encoding="utf-8"))
     assert {"device", "versions", "commit", "date", "ceilings", "missing", "results"} <= set(found)
-    results = [Product(**result) for result in found["results"]]
-    names = {result.kernel for result in results}
-    assert names == {*gemm.OURS, *(peer.name for peer in peers.PEERS)}
-    cases = {(name, *shape, rows) for name in names for shape in gemm.SHAPES for rows in gemm.ROWS}
+    results = [Measured(**result) for result in found["results"]]
+    names = [*gemm.OURS, *(peer.name for peer in peers.PEERS)]
+    cases = [(name, *shape, rows) for name in names for shape in gemm.SHAPES for rows in gemm.ROWS]
+    expected = {case: gemm.product(*case, 0.0) for case in cases}
     assert len(results) == len(cases)
-    assert {result[:4] for result in results} == cases
-    limit = found["ceilings"]["read_gb_per_s"]
-    rows = gemm.table(results, limit)
+    for result in results:
+        out_features, in_features = gemm.parse_shape(result.case["shape"])
+        of_case = expected.pop((result.kernel, out_features, in_features, result.case["rows"]))
+        assert result._replace(microseconds=0.0) == of_case
+    rows = floors.table(results, Ceilings(**found["ceilings"]), names[2:])
     assert len(rows) == len(gemm.SHAPES) * len(gemm.ROWS)
     assert all(row.of_floor > 1 for row in rows)
 

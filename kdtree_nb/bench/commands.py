@@ -65,28 +65,15 @@ def bench_gemm(
     """One W4A16 product: microseconds, beside the memory's floor and other people's kernels."""
     from kdtree_nb.bench import gemm, peers
     from kdtree_nb.bench.ceilings import ceilings
-    from kdtree_nb.record import record
 
     shapes = [gemm.parse_shape(text) for text in shape] if shape else gemm.SHAPES
     measured, lacking = peers.installed() if with_peers else ([], [])
     for sentence in lacking:
         err.print(sentence)
-    limits = ceilings()
-    names = [*gemm.OURS, *(peer.name for peer in measured)]
-    total = len(shapes) * len(rows or gemm.ROWS) * len(names)
+    limits, names = ceilings(), [peer.name for peer in measured]
+    total = len(shapes) * len(rows or gemm.ROWS) * (len(gemm.OURS) + len(names))
     products = tracked(gemm.measure(shapes, rows or gemm.ROWS, measured), total)
-    others = names[1:]
-    title = f"{gemm.OURS[0]}; floor: its weight at {limits.read_gb_per_s:,.0f} GB/s; then its time over others'"
-    table = Table("shape", "rows", "µs", "GB/s", "/ floor", *(f"/ {name}" for name in others), "/ best", title=title)
-    for row in gemm.table(products, limits.read_gb_per_s):
-        best = "" if row.of_best_peer is None else f"{row.of_best_peer:.2f} {row.best_peer}"
-        ratios = (f"{row.ratios[name]:.2f}" for name in others)
-        cells = (f"{row.microseconds:.2f}", f"{row.gb_per_s:,.0f}", f"{row.of_floor:.2f}", *ratios, best)
-        table.add_row(row.shape, str(row.rows), *cells)
-    out.print(table)
-    if json_file is not None:
-        results = [product._asdict() for product in products]
-        record(json_file, "cuda", results, ceilings=limits._asdict(), missing=lacking)
+    show("one W4A16 product", products, limits, json_file, names, lacking)
 
 
 @bench.command("moe")

@@ -2,12 +2,13 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from ml_dtypes import bfloat16
 
 from kdtree_nb.bench import peers
+from kdtree_nb.bench.floors import Measured
 from kdtree_nb.bench.timing import cache_bytes, copies_of, microseconds, require_gpu, torch_microseconds
 from kdtree_nb.engine.device import Device
 from kdtree_nb.kernels.w4a16_gemm import w4a16_gemm
@@ -22,64 +23,14 @@ BYTES_PER_WEIGHT = 0.5 + 2 / GROUP_SIZE
 """Of INT4 codes and bfloat16 scales."""
 
 
-class Product(NamedTuple):
-    """One kernel's time for x [rows, in] with a weight [out, in]."""
+def product(kernel: str, out_features: int, in_features: int, rows: int, microseconds: float) -> Measured:
+    """One kernel's time for x [rows, in] with a weight [out, in].
 
-    kernel: str
-    out_features: int
-    in_features: int
-    rows: int
-    microseconds: float
-
-    @property
-    def weight_bytes(self) -> float:
-        """As INT4 codes and bfloat16 scales, whatever the kernel reads: what a product cannot do without."""
-        return self.out_features * self.in_features * BYTES_PER_WEIGHT
-
-    @property
-    def gb_per_s(self) -> float:
-        """Gigabytes of that weight a second."""
-        return self.weight_bytes / self.microseconds / 1e3
-
-    def floor(self, read_gb_per_s: float) -> float:
-        """Microseconds that reading the weight takes alone."""
-        return self.weight_bytes / read_gb_per_s / 1e3
-
-
-class Row(NamedTuple):
-    """A shape and number of rows in the table: our fast kernel beside its floor and the others."""
-
-    shape: str
-    rows: int
-    microseconds: float
-    gb_per_s: float
-    of_floor: float
-    ratios: dict[str, float]
-    best_peer: str | None
-    of_best_peer: float | None
-
-
-def table(products: Sequence[Product], read_gb_per_s: float) -> list[Row]:
-    """One row a shape and number of rows; ratios are our time over the other kernel's, below 1 is faster."""
-    rows: list[Row] = []
-    for ours in (product for product in products if product.kernel == OURS[0]):
-        others = {p.kernel: p.microseconds for p in products if p[1:4] == ours[1:4] and p.kernel != ours.kernel}
-        ratios = {name: ours.microseconds / time for name, time in others.items()}
-        compared = {name: ratio for name, ratio in ratios.items() if name not in OURS}
-        best = max(compared, key=compared.__getitem__, default=None)
-        rows.append(
-            Row(
-                f"{ours.out_features}x{ours.in_features}",
-                ours.rows,
-                ours.microseconds,
-                ours.gb_per_s,
-                ours.microseconds / ours.floor(read_gb_per_s),
-                ratios,
-                best,
-                None if best is None else compared[best],
-            )
-        )
-    return rows
+    It cannot do without the weight as INT4 codes and bfloat16 scales, whatever the kernel reads, nor without two
+    operations for each weight and row.
+    """
+    case, weights = {"shape": f"{out_features}x{in_features}", "rows": rows}, out_features * in_features
+    return Measured(kernel, case, microseconds, weights * BYTES_PER_WEIGHT, 2.0 * weights * rows)
 
 
 def parse_shape(text: str) -> tuple[int, int]:
@@ -101,7 +52,7 @@ def parse_shape(text: str) -> tuple[int, int]:
 
 def measure(
     shapes: Sequence[tuple[int, int]], rows: Sequence[int], with_peers: Sequence[peers.Peer]
-) -> Iterator[Product]:
+) -> Iterator[Measured]:
     """Time every kernel for every shape and number of rows.
 
     Raises
@@ -126,17 +77,17 @@ def measure(
         ]
         for x in activations:
             calls = _calls(w4a16_mma, device.put(x.astype(bfloat16)), weights)
-            yield Product(OURS[0], out_features, in_features, len(x), microseconds(calls))
+            yield product(OURS[0], out_features, in_features, len(x), microseconds(calls))
         weights = [tuple(array.copy() for array in packed) for _ in range(copies)]
         for x in activations:
             calls = _calls(lambda x, w: w4a16_gemm(x, *w), device.put(x), weights)
-            yield Product(OURS[1], out_features, in_features, len(x), microseconds(calls))
+            yield product(OURS[1], out_features, in_features, len(x), microseconds(calls))
         for peer in with_peers:
             copies_here = copies_of(int(out_features * in_features * peer.bytes_per_weight), cache)
             weights = peer.prepare(weight, copies_here)
             for x in activations:
                 calls = _calls(peer.multiply, peers.to_torch(x), weights)
-                yield Product(peer.name, out_features, in_features, len(x), torch_microseconds(calls))
+                yield product(peer.name, out_features, in_features, len(x), torch_microseconds(calls))
         del weights, calls
 
 
