@@ -23,7 +23,7 @@ def drawn(parents: list[int], depths: list[int], probabilities: list[float]) -> 
     for parent, probability in zip(parents[1:], probabilities, strict=True):
         scores.append(scores[parent] + np.log(probability))
     columns = (np.array(parents, np.int32), np.array(depths, np.int32), np.array(scores, np.float32))
-    return DraftTree(np.arange(len(parents), dtype=np.int32), *columns, len(parents))
+    return DraftTree(np.arange(len(parents), dtype=np.int32), *columns, len(parents), len(parents))
 
 
 #     0 ─ 1 ─ 3 ─ 6          0 ─ 1          0

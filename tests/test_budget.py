@@ -52,7 +52,7 @@ def expected_tokens(tree: DraftTree, log_probs: np.ndarray, token_ids: np.ndarra
 
 @pytest.mark.parametrize("seed", range(8))
 def test_the_rate_is_what_rounds_bring(seed: int) -> None:
-    """For each number of nodes: all texts drawn, walked, counted, over what the round costs; the cut is the best."""
+    """For each number of nodes: all texts drawn, walked, counted, over what the round costs; what pays is the best."""
     rng = np.random.default_rng(seed)
     length, width, nodes = int(rng.integers(1, 4)), int(rng.integers(1, 4)), 14
     log_probs, token_ids = random_marginals(rng, length, width)
@@ -65,36 +65,34 @@ def test_the_rate_is_what_rounds_bring(seed: int) -> None:
     np.testing.assert_allclose(expected_rate(full.scores[:count], costs), rates, rtol=1e-6)
     gained = (1 + 1.3 * (np.array(tokens) - 1)) / costs[:count]  # of what was drafted, not of the token that is certain
     np.testing.assert_allclose(expected_rate(full.scores[:count], costs, 1.3), gained, rtol=1e-6)
-    assert tree_build(7, log_probs, token_ids, nodes, costs=costs, gain=1.3).num_nodes == 1 + int(gained.argmax())
-    cut = tree_build(7, log_probs, token_ids, nodes, costs=costs)
-    assert cut.num_nodes == 1 + int(rates.argmax())
-    assert cut.tokens.shape == (nodes + 1,)
-    for name, padding in (("tokens", -1), ("parents", -1), ("depths", -1), ("scores", -np.inf)):
-        column = getattr(cut, name)
-        assert_same_bits(column[: cut.num_nodes], getattr(full, name)[: cut.num_nodes])
-        assert (column[cut.num_nodes :] == padding).all()
+    assert tree_build(7, log_probs, token_ids, nodes, costs=costs, gain=1.3).paying == 1 + int(gained.argmax())
+    priced = tree_build(7, log_probs, token_ids, nodes, costs=costs)
+    assert (priced.num_nodes, priced.paying) == (count, 1 + int(rates.argmax()))
+    assert full.paying == count
+    for name in ("tokens", "parents", "depths", "scores"):
+        assert_same_bits(getattr(priced, name), getattr(full, name))
 
 
 @given(st.integers(0, 2**32 - 1), st.integers(0, 40))
-def test_the_cut_is_one_of_0_to_the_budget_and_none_is_better(seed: int, nodes: int) -> None:
+def test_what_pays_is_one_of_0_to_the_budget_and_none_is_better(seed: int, nodes: int) -> None:
     rng = np.random.default_rng(seed)
     draft = random_marginals(rng, int(rng.integers(1, 6)), int(rng.integers(1, 6)))
     costs = rng.choice([1.0, 1.25, 1.5, 3.0], nodes + 1).astype(np.float32)  # not ascending: that is no condition
-    full, cut = tree_build(7, *draft, nodes), tree_build(7, *draft, nodes, costs=costs)
-    expected, best, kept = 0.0, 0.0, 0
+    full = tree_build(7, *draft, nodes, costs=costs)
+    expected, best, pays = 0.0, 0.0, 0
     for node in range(full.num_nodes):
         expected += np.exp(float(full.scores[node]))
         if expected / float(costs[node]) > best:
-            best, kept = expected / float(costs[node]), node
-    assert 0 <= cut.num_nodes - 1 == kept <= nodes
+            best, pays = expected / float(costs[node]), node
+    assert 0 <= full.paying - 1 == pays <= nodes
 
 
-def test_flat_costs_leave_the_tree_whole_and_steep_ones_the_root() -> None:
+def test_with_flat_costs_all_nodes_pay_and_with_steep_ones_the_root() -> None:
     draft = random_marginals(np.random.default_rng(0), 5, 6)
     whole = tree_build(7, *draft, 30)
-    assert tree_build(7, *draft, 30, costs=np.full(31, 0.02, np.float32)).num_nodes == whole.num_nodes == 31
+    assert tree_build(7, *draft, 30, costs=np.full(31, 0.02, np.float32)).paying == whole.num_nodes == 31
     steep = (1 + np.arange(31)).astype(np.float32)  # a node costs a whole round, and is right at most once
-    assert tree_build(7, *draft, 30, costs=steep).num_nodes == 1
+    assert tree_build(7, *draft, 30, costs=steep).paying == 1
 
 
 def test_a_certain_drafter_is_worth_its_price() -> None:
@@ -102,20 +100,20 @@ def test_a_certain_drafter_is_worth_its_price() -> None:
     log_probs, token_ids = np.zeros((4, 1), np.float32), np.array([[1], [2], [3], [4]])
     for last, nodes in ((1.2, 4), (1.26, 3)):
         costs = np.array([1, 1, 1, 1, last], np.float32)
-        assert tree_build(0, log_probs, token_ids, 4, costs=costs).num_nodes == 1 + nodes
+        assert tree_build(0, log_probs, token_ids, 4, costs=costs).paying == 1 + nodes
 
 
 def test_equal_rates_take_the_smaller_tree() -> None:
     """In the kernel, too: 1 to 4 tokens for as many seconds."""
     log_probs, token_ids = np.zeros((3, 1), np.float32), np.zeros((3, 1), np.int32)
     costs = np.array([1, 2, 3, 4], np.float32)
-    assert tree_build(0, log_probs, token_ids, 3, costs=costs).num_nodes == 1
+    assert tree_build(0, log_probs, token_ids, 3, costs=costs).paying == 1
     with emulated():
-        assert tree_kernel(np.array([0], np.int32), log_probs, token_ids, 3, costs=costs).num_nodes[0] == 1
+        assert tree_kernel(np.array([0], np.int32), log_probs, token_ids, 3, costs=costs).paying[0] == 1
 
 
 @pytest.mark.parametrize("conditioned", [False, True])
-def test_the_kernel_cuts_where_its_specification_does(conditioned: bool) -> None:
+def test_the_same_nodes_pay_in_the_kernel(conditioned: bool) -> None:
     rng = np.random.default_rng(3)
     sizes = set()
     for _ in range(120):
@@ -129,10 +127,11 @@ def test_the_kernel_cuts_where_its_specification_does(conditioned: bool) -> None
         expected = tree_build(7, log_probs, token_ids, nodes, children, costs)
         with emulated():
             tree = tree_kernel(np.array([7], np.int32), log_probs, token_ids, nodes, children, costs)
-        assert tree.num_nodes[0] == expected.num_nodes
-        sizes.add(expected.num_nodes)
+        found = int(tree.num_nodes[0])
+        assert tree.paying[0] == expected.paying <= found <= expected.num_nodes
+        sizes.add(expected.paying)
         for name in ("tokens", "parents", "depths", "scores"):
-            assert_same_bits(getattr(tree, name), getattr(expected, name))
+            assert_same_bits(getattr(tree, name)[:found], getattr(expected, name)[:found])
     assert len(sizes) > 20 and {1, 2} < sizes
 
 

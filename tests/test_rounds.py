@@ -42,7 +42,7 @@ def arrays_of(result: Any) -> list[np.ndarray]:
     if isinstance(result, np.ndarray):
         return [result]
     if isinstance(result, DraftTree):
-        return arrays_of((result.tokens, result.parents, result.depths, result.scores, result.num_nodes))
+        return arrays_of((result.tokens, result.parents, result.depths, result.scores, result.num_nodes, result.paying))
     return [array for part in result for array in arrays_of(part)] if isinstance(result, tuple) else []
 
 
@@ -349,13 +349,13 @@ def test_a_host_s_drafter_is_never_ahead_of_the_text(on_a_gpu: Engine, events: l
 def test_a_pass_has_the_size_that_pays_on_average(on_a_gpu: Engine) -> None:
     of = Rounds(on_a_gpu.model, NO_DRAFTER, 100)
     columns = [np.zeros(65, np.int32)] * 3
-    tree = DraftTree(*columns, np.zeros(65, np.float32), np.array([65], np.int32))
+    tree = DraftTree(*columns, np.zeros(65, np.float32), np.array([65], np.int32), np.array([65], np.int32))
 
     def size_after(*paid: int) -> int:
         of._paid = 0.0
         for nodes in paid:
-            assert of.read(Outcome(tree, tree.scores, lambda nodes=nodes: np.array([nodes, 1, 7, 0]))) == (
-                nodes,
+            assert of.read(Outcome(tree, tree.scores, lambda nodes=nodes: np.array([65, nodes, 1, 7, 0]))) == (
+                65,
                 [7],
                 [0],
             )

@@ -77,4 +77,4 @@ def test_arrays_on_a_gpu_are_shown_as_text() -> None:
     class Elsewhere:
         __cuda_array_interface__ = None
 
-    assert DraftTree(*[Elsewhere()] * 5)._repr_svg_() is None
+    assert DraftTree(*[Elsewhere()] * 6)._repr_svg_() is None

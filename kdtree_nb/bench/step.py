@@ -117,7 +117,7 @@ def _step(engine: Engine, count: int) -> Step:
         if drafter.taps:
             drafter.observe(features[accepted.path])
         cache_commit(cache.rows, cache.length, accepted.path, accepted.length)
-        close_round(accepted, count, last, left)
+        close_round(accepted, count, count, last, left)
 
     needed = pass_bytes(engine.config, engine.bundle.entries, count, context, cache.rows.itemsize)
     parts = pass_time, draft, build, microseconds([commit])

@@ -133,4 +133,4 @@ def on_host(tree: DraftTree, device: Device, nodes: int) -> DraftTree:
     """A tree's nodes in NumPy arrays."""
     host = device.host
     columns = host(tree.tokens), host(tree.parents), host(tree.depths), host(tree.scores)
-    return DraftTree(*columns, num_nodes=nodes).first(nodes)
+    return DraftTree(*columns, num_nodes=nodes, paying=nodes).first(nodes)

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, TypeVar
 import numpy as np
 
 from kdtree_nb.engine.cache import LatentCache
-from kdtree_nb.engine.device import Device, Mailbox
+from kdtree_nb.engine.device import Mailbox
 from kdtree_nb.engine.drafter import Drafter, Proposal
 from kdtree_nb.engine.graph import Graph
 from kdtree_nb.engine.model import Model
@@ -37,7 +37,7 @@ T = TypeVar("T")
 
 
 class Budget(NamedTuple):
-    """How many nodes a round drafts at most; with ``costs`` float32 [nodes + 1] as many of them as pay, by ``gain``."""
+    """How many nodes a round drafts at most; with ``costs`` float32 [nodes + 1] about as many as pay, by ``gain``."""
 
     nodes: int
     costs: Array | None = None
@@ -106,8 +106,9 @@ class Rounds:
         xp = self.device.xp
         self.root, self.left, self.sampling = xp.zeros(1, np.int32), xp.zeros(1, np.int32), xp.zeros(WORDS, np.uint64)
         self._chunk = tuple(xp.zeros(size, np.int32) for size in (PREFILL_ROWS, PREFILL_ROWS, PREFILL_ROWS, 1))
-        self._alone = DraftTree(self.root, xp.full(1, -1, np.int32), xp.zeros(1, np.int32), xp.zeros(1, np.float32), 1)
-        self._mailbox = Mailbox(self.device, 2 + 2 * (1 + MAX_BUDGET))
+        columns = self.root, xp.full(1, -1, np.int32), xp.zeros(1, np.int32), xp.zeros(1, np.float32)
+        self._alone = DraftTree(*columns, num_nodes=1, paying=1)
+        self._mailbox = Mailbox(self.device, 3 + 2 * (1 + MAX_BUDGET))
         self._paid = 0.0
         self._graphs: dict[Hashable, Graph | None] = {}  # None: has run once
         self._places: dict[int, tuple[Array, ...]] = {}  # by rows: where a tree lies that was drafted on the host
@@ -196,9 +197,9 @@ class Rounds:
     def read(self, outcome: Outcome) -> Report:
         """Wait for a round, and read it."""
         numbers = outcome.report()
-        nodes, length = numbers[:2].tolist()
-        tokens, path = numbers[2:].reshape(2, -1)[:, :length]
-        self._paid = math.sqrt((self._paid or nodes) * nodes)
+        nodes, paying, length = numbers[:3].tolist()
+        tokens, path = numbers[3:].reshape(2, -1)[:, :length]
+        self._paid = math.sqrt((self._paid or paying) * paying)
         return Report(min(nodes, len(outcome.tree.tokens)), tokens.tolist(), path)
 
     def _do(self, key: Hashable, fixed: bool, step: Callable[..., T], *arguments: Any) -> T:
@@ -229,29 +230,31 @@ class Rounds:
     def _cut(self, tree: DraftTree, budget: Budget, fixed: bool) -> DraftTree:
         """The rows of a tree that are worth a pass.
 
-        NumPy knows where a tree ends. A GPU's host does not, and does not ask: where the cost of a pass is at stake, it
+        NumPy knows how many pay. A GPU's host does not, and does not ask: where the cost of a pass is at stake, it
         takes the size nearest to the mean of what paid in the rounds that it has read: a geometric mean, which one
-        large tree does not move far, and half of which is the last round, as a text goes from easy to hard.
+        large tree does not move far, and half of which is the last round, as a text goes from easy to hard. A row more
+        or less is no matter of cost, then: as many nodes are verified as the pass has rows.
         """
-        if isinstance(tree.num_nodes, int):
-            return tree.first(tree.num_nodes)
+        if isinstance(tree.paying, int):
+            return tree.first(tree.paying)
         if budget.costs is None:
             return tree
         if fixed:
             size = self._paid or FIRST_PASS
             rows = min(PASSES, key=lambda rows: max(rows / size, size / rows))
         else:
-            nodes = count_nodes(tree, self.device)
+            nodes = int(self.device.host(tree.paying)[0])
             rows = next(rows for rows in PASSES if rows >= nodes)
-        return dataclasses.replace(tree.first(rows), num_nodes=tree.num_nodes)
+        return dataclasses.replace(tree.first(rows), num_nodes=tree.num_nodes, paying=tree.paying)
 
     def _placed(self, tree: DraftTree) -> DraftTree:
         """A tree that the host has drafted, where the recorded pass of its size looks for it."""
         rows, columns = len(tree.tokens), (tree.tokens, tree.parents, tree.depths, tree.scores)
         if rows not in self._places:
-            self._places[rows] = *(column.copy() for column in columns), self.device.xp.zeros(1, np.int32)
+            sizes = [self.device.xp.zeros(1, np.int32) for _ in range(2)]
+            self._places[rows] = *(column.copy() for column in columns), *sizes
         place = self._places[rows]
-        for to, of in zip(place, (*columns, tree.num_nodes), strict=True):
+        for to, of in zip(place, (*columns, tree.num_nodes, tree.paying), strict=True):
             to[:] = of
         return DraftTree(*place)
 
@@ -266,7 +269,7 @@ class Rounds:
         if self.drafter.taps:
             self.drafter.observe(features[accepted.path])  # −1, where the path has ended, is some row too
         self.cache.commit(accepted.path, accepted.length)
-        return logits, close_round(accepted, tree.num_nodes, self.root, self.left)
+        return logits, close_round(accepted, tree.num_nodes, tree.paying, self.root, self.left)
 
 
 def prefill(model: Model, cache: LatentCache, tokens: np.ndarray, drafter: Drafter | None = None) -> None:
@@ -324,8 +327,3 @@ def checked(proposal: Proposal, vocab_size: int) -> Proposal:
 def _draft_key(decoder: str, budget: Budget) -> Hashable:
     """Of what a recorded draft depends on."""
     return decoder, budget.nodes, budget.costs is None, budget.gain
-
-
-def count_nodes(tree: DraftTree, device: Device) -> int:
-    """How many nodes a tree has, the root included; waits for a GPU."""
-    return tree.num_nodes if isinstance(tree.num_nodes, int) else int(device.host(tree.num_nodes)[0])

@@ -8,20 +8,23 @@ extern "C" __global__ void close_round(const int* path,         // [max_path] ac
                                        const int* committed,    // [max_path] tokens, then −1
                                        const int* length,       // [1] of both
                                        const int* num_nodes,    // [1] of the tree, or null: nodes
+                                       const int* paying,       // [1] the first of them, or null: first
                                        int* __restrict__ root,    // [1]
                                        int* __restrict__ left,    // [1], less the committed
-                                       int* __restrict__ report,  // [2 + 2 · max_path]: nodes, length, committed, path
-                                       int nodes, int max_path)
+                                       int* __restrict__ report,  // [3 + 2 · max_path]: nodes, paying, length, then
+                                                                  // committed and path
+                                       int nodes, int first, int max_path)
 {
     take_turn();
     for (int i = threadIdx.x; i < max_path; i += blockDim.x) {
-        report[2 + i] = committed[i];
-        report[2 + max_path + i] = path[i];
+        report[3 + i] = committed[i];
+        report[3 + max_path + i] = path[i];
     }
     if (threadIdx.x == 0) {
         const int count = *length;
         report[0] = num_nodes ? *num_nodes : nodes;
-        report[1] = count;
+        report[1] = paying ? *paying : first;
+        report[2] = count;
         *root = committed[count - 1];
         *left -= count;
     }

@@ -7,8 +7,9 @@
 // Tables    With marginals a depth has one row of log-probabilities. With conditionals it has one for each of the K
 //           tokens that the parent may be, and children says which of the depth's tokens a rank of that row is. The
 //           whole block copies each row's first ranks to shared memory; later ones are read where they are.
-// Cut       With costs the tree ends where (1 + gain · Σ exp(score)) / cost is highest, summed in fp64 in the tree's order.
-//           The search ends once no later node can pay, were each as probable as the next: none is more probable.
+// Pay       With costs the nodes that pay end where (1 + gain · Σ exp(score)) / cost is highest, summed in fp64 in the
+//           tree's order. Now and then the search looks whether a later node can pay, were each as probable as the
+//           next one: none is more probable. If not, it ends. What it has found beyond stays: a pass may have room.
 // Grid      1 block, whole warps: the first one searches.
 // Order     higher score first; equal scores by the lexicographically smaller path of ranks, a prefix before its
 //           extensions. A score is one addition a node in the order of the path: no other tree is right.
@@ -84,13 +85,14 @@ tree_build(const int* root,                      // [1] the last committed token
                                                  // [·, width, width] with children
            const int* token_ids,                 // [·, width]
            const int* children,                  // [·, width, width]; null: marginals
-           const float* costs,                   // [budget + 1] seconds; null: no cut
+           const float* costs,                   // [budget + 1] seconds; null: all nodes pay
            const int* left,                      // [1] tokens that may be committed still; null: enough
            int* __restrict__ tokens,             // [budget + 1], −1 in padding
            int* __restrict__ parents,            // [budget + 1], −1 for the root, in padding
            int* __restrict__ depths,             // [budget + 1], −1 in padding
            float* __restrict__ scores,           // [budget + 1], −inf in padding
            int* __restrict__ num_nodes,          // [1]
+           int* __restrict__ paying,             // [1] the first of them
            int most_depth, int width, int budget,
            int ranks,  // of a row that a tree within the budget can come to; in a chain 1
            int near,   // of them in shared memory
@@ -101,7 +103,7 @@ tree_build(const int* root,                      // [1] the last committed token
     __shared__ Node nodes[MAX_NODES];
     __shared__ float score[MAX_NODES];
     __shared__ Child slots[MAX_NODES];
-    __shared__ int kept;
+    __shared__ int found;
     const int depth_limit = left ? max(0, min(most_depth, *left - 1)) : most_depth;
     const int rows = children ? depth_limit * width : depth_limit, lane = threadIdx.x;
     const int* choices = children ? children : token_ids;  // what a rank of a row is
@@ -177,12 +179,14 @@ tree_build(const int* root,                      // [1] the last committed token
                 best = better(below, best, slots, nodes);
             count += 1;
         }
-        if (lane == 0)
-            *num_nodes = kept = costs ? rate.cut : count;
+        if (lane == 0) {
+            *num_nodes = found = count;
+            *paying = costs ? rate.paying : count;
+        }
     }
     __syncthreads();
     for (int i = threadIdx.x; i <= budget; i += blockDim.x) {
-        const bool is_node = i < kept;
+        const bool is_node = i < found;
         const Node node = nodes[i];
         const int token = i == 0 ? *root : !is_node ? -1 : node.choice;
         tokens[i] = children && is_node && i > 0 ? token_ids[(long long)(node.depth - 1) * width + token] : token;

@@ -38,7 +38,8 @@ def tree_build(
     children : int32 [L, K, K], optional
         As :func:`kdtree_nb.kernels.transition.condition` makes them; on a GPU not checked.
     costs : float32 [node_budget + 1], optional
-        Seconds of a round with n nodes besides the root: the tree ends where most tokens per second are expected.
+        Seconds of a round with n nodes besides the root: the nodes that pay end where most tokens per second are
+        expected, and on a GPU the search may end once no later node can pay.
     gain : float
         Drafted tokens that are accepted for each that the probabilities promise.
     left : int32 [1], optional
@@ -49,7 +50,7 @@ def tree_build(
     Returns
     -------
     DraftTree
-        On a GPU ``num_nodes`` is an array, int32 [1]: the host does not know it.
+        On a GPU ``num_nodes`` and ``paying`` are arrays, int32 [1]: the host does not know them.
     """
     if not runs_cuda(log_probs):
         log_probs = reference.cut(log_probs, len(log_probs) if left is None else int(left[0]) - 1, chain)
@@ -61,12 +62,12 @@ def tree_build(
         raise ValueError(f"tree_build: costs {list(costs.shape)}, expected [{node_budget + 1}]")
     xp, (length, width) = array_module(log_probs), token_ids.shape
     columns = [xp.empty(node_budget + 1, np.int32) for _ in range(3)]
-    scores, num_nodes = xp.empty(node_budget + 1, np.float32), xp.empty(1, np.int32)
+    scores, num_nodes, paying = xp.empty(node_budget + 1, np.float32), xp.empty(1, np.int32), xp.empty(1, np.int32)
     depth_limit = min(length, node_budget)
     ranks = min(1 if chain else width, node_budget)  # a node comes after its elder siblings
     rank_bytes = 8 * depth_limit * (1 if children is None else width)
     near = min(ranks, NEAR_BYTES // max(rank_bytes, 1))
     sizes = [np.int32(n) for n in (depth_limit, width, node_budget, ranks, near)]
-    arrays = (root, log_probs, token_ids, children, costs, left, *columns, scores, num_nodes)
+    arrays = (root, log_probs, token_ids, children, costs, left, *columns, scores, num_nodes, paying)
     _tree_build((1,), (THREADS,), (*arrays, *sizes, np.float64(gain)), shared_bytes=near * rank_bytes)
-    return DraftTree(columns[0], columns[1], columns[2], scores, num_nodes)
+    return DraftTree(columns[0], columns[1], columns[2], scores, num_nodes, paying)

@@ -26,6 +26,8 @@ class DraftTree:
         Log-probability of each node's path as it was drafted; 0 for the root, −inf in padding.
     num_nodes : int, or on a GPU int32 [1]
         Rows that are nodes, root included; the rest is padding.
+    paying : int, or on a GPU int32 [1]
+        The first of them, with which a round brings most tokens per second; all, where costs are not known.
     """
 
     tokens: np.ndarray
@@ -33,10 +35,12 @@ class DraftTree:
     depths: np.ndarray
     scores: np.ndarray
     num_nodes: int | np.ndarray
+    paying: int | np.ndarray
 
     def first(self, nodes: int) -> "DraftTree":
         """The tree's first nodes, without padding."""
-        return DraftTree(self.tokens[:nodes], self.parents[:nodes], self.depths[:nodes], self.scores[:nodes], nodes)
+        tokens, parents, depths, scores = self.tokens, self.parents, self.depths, self.scores
+        return DraftTree(tokens[:nodes], parents[:nodes], depths[:nodes], scores[:nodes], nodes, nodes)
 
     def _repr_svg_(self) -> str | None:
         """The tree drawn, as notebooks show it; a tree on a GPU is shown as text."""
@@ -78,8 +82,8 @@ def tree_build(
         Different candidates in each row, where log_probs are above −inf. At depth 0 only row 0 is read,
         there and in log_probs: the root is the only parent.
     costs : float32 [node_budget + 1], optional
-        Seconds that a round takes with n nodes besides the root. The tree then ends, in its order, where
-        the expected tokens per second, :func:`expected_rate` with this ``gain``, are highest.
+        Seconds that a round takes with n nodes besides the root. The nodes that pay then end, in the tree's order,
+        where the expected tokens per second, :func:`expected_rate` with this ``gain``, are highest.
 
     Raises
     ------
@@ -119,13 +123,13 @@ def tree_build(
         propose((*ranks, 0), len(tokens) - 1)  # first child
         propose((*ranks[:-1], rank + 1), parent)  # next sibling
 
-    nodes = len(tokens)
+    nodes = paying = len(tokens)
     if costs is not None:
-        nodes = 1 + int(expected_rate(np.array(scores), costs, gain).argmax())
+        paying = 1 + int(expected_rate(np.array(scores), costs, gain).argmax())
     padding = [-1] * (node_budget + 1 - nodes)
-    arrays = [np.array(column[:nodes] + padding, np.int32) for column in (tokens, parents, depths)]
-    path_scores = np.array(scores[:nodes] + [-np.inf] * len(padding), np.float32)
-    return DraftTree(arrays[0], arrays[1], arrays[2], path_scores, nodes)
+    arrays = [np.array(column + padding, np.int32) for column in (tokens, parents, depths)]
+    path_scores = np.array(scores + [-np.inf] * len(padding), np.float32)
+    return DraftTree(arrays[0], arrays[1], arrays[2], path_scores, nodes, paying)
 
 
 def cut(log_probs: np.ndarray, most_depth: int, chain: bool) -> np.ndarray:

@@ -23,8 +23,12 @@ def run(
         None if costs is None else device.put(costs, np.float32),
         gain,
     )
+    return on_host(device, tree)
+
+
+def on_host(device, tree: DraftTree) -> DraftTree:
     columns = (device.host(column) for column in (tree.tokens, tree.parents, tree.depths, tree.scores))
-    return DraftTree(*columns, num_nodes=int(device.host(tree.num_nodes)[0]))
+    return DraftTree(*columns, *(int(device.host(size)[0]) for size in (tree.num_nodes, tree.paying)))
 
 
 def ids_of(length: int, width: int) -> np.ndarray:
@@ -45,7 +49,7 @@ def check(device, log_probs, node_budget, children=None) -> DraftTree:
 
 
 def assert_same_tree(tree: DraftTree, expected: DraftTree) -> None:
-    assert tree.num_nodes == expected.num_nodes
+    assert (tree.num_nodes, tree.paying) == (expected.num_nodes, expected.paying)
     for name in ("tokens", "parents", "depths", "scores"):
         assert_same_bits(getattr(tree, name), getattr(expected, name))
 
@@ -192,9 +196,9 @@ def test_corners_with_children(device, rows, children, node_budget, nodes):
 
 @pytest.mark.parametrize("node_budget", [1, 15, 16, 17, 31, 32, 33, 64, 300, MAX_BUDGET])
 def test_costs(device, node_budget):
-    """Straight, in stairs, flat, and in no order: the search may end early, with the tree of the whole search."""
+    """Straight, in stairs, flat, and in no order: the search may end early, with all that pays of the whole search."""
     rng, nodes = np.random.default_rng(node_budget), np.arange(node_budget + 1)
-    kept = []
+    paying = []
     for row in range(12):
         log_probs = -np.sort(rng.exponential(3, (6, 40)), axis=1).astype(np.float32)
         straight = 1 + nodes * rng.choice([0.001, 0.01, 0.1])
@@ -203,9 +207,14 @@ def test_costs(device, node_budget):
         for gain in (1.0, 0.6, 1.15):
             tree = run(device, log_probs, node_budget, costs=costs, gain=gain)
             expected = specification(17, log_probs, ids_of(6, 40), node_budget, costs=costs, gain=gain)
-            assert_same_tree(tree, expected)
-        kept.append(tree.num_nodes)
-    assert max(kept) == 1 + node_budget and (node_budget < 15 or min(kept) < 1 + node_budget)
+            assert tree.paying == expected.paying <= tree.num_nodes
+            found = expected.first(tree.num_nodes)
+            for name, padding in (("tokens", -1), ("parents", -1), ("depths", -1), ("scores", -np.inf)):
+                column = getattr(tree, name)
+                assert_same_bits(column[: tree.num_nodes], getattr(found, name))
+                assert (column[tree.num_nodes :] == padding).all()
+        paying.append(tree.paying)
+    assert max(paying) == 1 + node_budget and (node_budget < 15 or min(paying) < 1 + node_budget)
 
 
 def test_a_search_that_cannot_pay_ends(device):
@@ -213,8 +222,9 @@ def test_a_search_that_cannot_pay_ends(device):
     log_probs = np.full((1, 64), -9, np.float32)
     log_probs[0, 32:] = 9
     steep = 1 + np.arange(65)
-    assert run(device, log_probs, 64, costs=np.ones(65)).num_nodes == 65
-    assert run(device, log_probs, 64, costs=steep).num_nodes == 1
+    assert run(device, log_probs, 64, costs=np.ones(65)).paying == 65
+    ended = run(device, log_probs, 64, costs=steep)
+    assert (ended.num_nodes, ended.paying) == (8, 1)  # it looks every 8 nodes
 
 
 def test_nan_counts_as_impossible(device):
@@ -321,7 +331,6 @@ def test_what_may_be_committed_still_bounds_the_depth(device, left, chain, budge
         arrays = device.put([17], np.int32), device.put(proposed), device.put(token_ids, np.int32), budget
         of_device = None if of is None else device.put(of, np.int32)
         tree = tree_build(*arrays, of_device, left=device.put([left], np.int32), chain=chain)
-        columns = (device.host(column) for column in (tree.tokens, tree.parents, tree.depths, tree.scores))
-        tree = DraftTree(*columns, num_nodes=int(device.host(tree.num_nodes)[0]))
+        tree = on_host(device, tree)
         assert_same_tree(tree, specification(17, cut(proposed, left - 1, chain), token_ids, budget, of))
         assert tree.num_nodes <= (1 + min(max(left - 1, 0), 6) if chain else budget + 1)

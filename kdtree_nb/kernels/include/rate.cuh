@@ -3,12 +3,12 @@
 
 #include "reduce.cuh"
 
-constexpr int COUNTED = 16;  // nodes from one look at the costs to the next, at most 32
+constexpr int COUNTED = 8;  // nodes from one look at the costs to the next, at most 32
 
 struct Rate {
     double gain;            // tokens that are accepted for each that probabilities promise
     double expected, best;  // tokens of a round, tokens per second
-    int counted, cut;       // nodes: whose probabilities are in expected, with which the rate is best
+    int counted, paying;    // nodes: whose probabilities are in expected, with which the rate is best
 };
 
 // Add the nodes that are not counted yet, at most 32, in their order, and see where the rate was highest.
@@ -30,7 +30,7 @@ __device__ void count_nodes(Rate& rate, int nodes, const float* score, const flo
     const unsigned where = __ballot_sync(ALL_LANES, of_node == highest);
     if (highest > rate.best) {
         rate.best = highest;
-        rate.cut = rate.counted + __ffs(where);
+        rate.paying = rate.counted + __ffs(where);
     }
     rate.counted = nodes;
 }
