@@ -243,8 +243,9 @@ for name, run_ in (("H200", gpu_auto), ("CPU", cpu)):
 # It finds, within a few per cent, what a fixed budget would have had to be told. On the GPU a graph is recorded for
 # every size of pass, all of them before the first text begins. A pass takes the size that paid in the rounds before it,
 # on average: to ask the GPU in the middle of a round would cost more than it tells. In bfloat16, where a round takes
-# half as long, `auto` is 3 to 7 % below the best budget (`acceptance-auto-bf16-h200.json`): probably since its search
-# looks at more nodes than it keeps, and those 0.4 µs each have become a part of the round.
+# half as long, `auto` was 3 to 7 % below the best budget (`acceptance-auto-bf16-h200.json`): its trees ended where they
+# paid, often before the pass's last row, and rows without a node cost what others do. A pass now takes as many nodes
+# as it has rows; what that brings on an H200 has not been measured.
 #
 # ## The sibling question
 #
