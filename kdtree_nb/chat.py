@@ -49,7 +49,10 @@ def render_chat(folder: Path, messages: list[dict[str, str]]) -> str:
     config = read_json(settings) if settings.is_file() else {}
     path = folder / "chat_template.jinja"
     own = path.is_file()
-    template = read_small(path, LARGEST_TEMPLATE).decode() if own else config.get("chat_template")
+    try:
+        template = read_small(path, LARGEST_TEMPLATE).decode() if own else config.get("chat_template")
+    except UnicodeDecodeError:
+        raise fault(path, "is not UTF-8 text") from None
     if not isinstance(template, str):
         raise fault(folder, "has no chat template, expected chat_template.jinja or one in tokenizer_config.json")
 

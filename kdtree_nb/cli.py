@@ -297,7 +297,7 @@ def main() -> NoReturn:
     """Run a command; a fault of the input is one line, not a traceback."""
     try:
         app()
-    except (ValueError, OSError, NvrtcError, KernelError) as error:
+    except (ValueError, OSError, MemoryError, NvrtcError, KernelError) as error:
         err.print(f"[red]error[/red] {escape(str(error))}", soft_wrap=True)
         sys.exit(1)
     except KeyboardInterrupt:

@@ -169,7 +169,8 @@ def check_ar_bf16(engine: Engine, cases: list[GoldenCase], plain: list[Generatio
         for found, logits in ((largest, run.logits), (rounded, forward(moved, engine.config, text)[first:])):
             found.append(np.abs(logits - specified).max(axis=1) / specified.std())
     roundings = np.median(np.concatenate(largest)) / np.median(np.concatenate(rounded))
-    near = min((int((of_text <= BF16_TOLERANCE).sum()), len(of_text)) for of_text in largest)
+    counts = [(int((of_text <= BF16_TOLERANCE).sum()), len(of_text)) for of_text in largest]
+    near = min(counts, key=lambda count: count[0] / count[1])
     equal = min(_equal_tokens(case, run) for case, run in zip(cases, plain, strict=True))
     detail = f"near={near[0]}/{near[1]} tokens within {BF16_TOLERANCE} deviations of float32's logits"
     detail += f"  largest={np.max([of_text.max() for of_text in largest]):.2f}  median={roundings:.1f} roundings"

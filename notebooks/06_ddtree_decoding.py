@@ -110,7 +110,8 @@ print(f"the tree committed {len(path)} tokens; its spine alone, a chain, would h
 # ## What is accepted, where
 #
 # One round proves nothing. `python -m kdtree_nb bench acceptance` continues 60 held-out prompts, twelve of each
-# domain, by 64 tokens in every way; the file below is such a run. Every text was compared with plain decoding's.
+# domain, by 64 tokens in every way; the files below are such runs (the H200's of `auto` with eight of each domain).
+# Every text was compared with plain decoding's.
 
 
 # %%
@@ -205,7 +206,7 @@ plt.show()
 #
 # So the right budget depends on the machine, and on how sure the drafter is in this very round. Both can be known: the
 # cost of a round by its nodes is measured once, and a tree's expected yield, 1 + Σ of its nodes' probabilities, is a
-# by-product of building it. `node_budget="auto"` lets the tree end where their ratio is highest (arXiv 2606.01813).
+# by-product of building it. `node_budget="auto"` ends trees about where their ratio is highest (arXiv 2606.01813).
 # Greedy decoding accepts some more than the probabilities promise, since it always takes the best token: 1.15 times as
 # many drafted tokens with this drafter, on texts of neither training nor bench. `auto` counts with that.
 
@@ -243,9 +244,9 @@ for name, run_ in (("H200", gpu_auto), ("CPU", cpu)):
 # It finds, within a few per cent, what a fixed budget would have had to be told. On the GPU a graph is recorded for
 # every size of pass, all of them before the first text begins. A pass takes the size that paid in the rounds before it,
 # on average: to ask the GPU in the middle of a round would cost more than it tells. In bfloat16, where a round takes
-# half as long, `auto` was 3 to 7 % below the best budget (`acceptance-auto-bf16-h200.json`): its trees ended where they
-# paid, often before the pass's last row, and rows without a node cost what others do. A pass now takes as many nodes
-# as it has rows; what that brings on an H200 has not been measured.
+# a third of the time, `auto` was 3 to 7 % below the best budget (`acceptance-auto-bf16-h200.json`): its trees ended
+# where they paid, often before the pass's last row, and rows without a node cost what others do. A pass now takes as
+# many nodes as it has rows; what that brings on an H200 has not been measured.
 #
 # ## The sibling question
 #

@@ -74,6 +74,12 @@ def test_templates_that_fail(built: Built, template: str | None, message: str) -
         render_chat(built.path.parent, MESSAGES)
 
 
+def test_a_template_that_is_no_text_is_named(built: Built) -> None:
+    (built.path.parent / "chat_template.jinja").write_bytes(b"\xff")
+    with pytest.raises(ValueError, match=r"chat_template.jinja: is not UTF-8 text"):
+        render_chat(built.path.parent, MESSAGES)
+
+
 def test_the_template_comes_along(built: Built, tmp_path: Path) -> None:
     bundle = convert(export(built.path, tmp_path / "hf"), tmp_path / "bundle")
     arguments = ["--bundle", str(bundle), "--prompt", "Hi", "--max-new-tokens", "3", "--json", "--device", "cpu"]

@@ -8,6 +8,7 @@ import tracemalloc
 import weakref
 from collections import Counter
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from kdtree_nb.engine import Drafter, Engine, Generation, Oracle, PromptLookup, 
 from kdtree_nb.engine import engine as front_door
 from kdtree_nb.engine import model as engine_model
 from kdtree_nb.engine import rounds as engine_rounds
+from kdtree_nb.engine.device import Device
 from kdtree_nb.engine.drafter import Proposal
 from kdtree_nb.quantization import quantized_names, routed_experts
 from kdtree_nb.reference.model import forward, greedy
@@ -545,6 +547,7 @@ def test_capacity_is_the_models_by_default(tmp_path: Path) -> None:
 BAD_PROMPTS: dict[str, tuple[object, str]] = {
     "empty": ([], "an empty prompt, expected 1 token or more"),
     "2-D": ([[1, 2]], "prompt of shape [1, 2], expected a list"),
+    "ragged": ([[1, 2], [3]], "prompt [[1, 2], [3]], expected a list of tokens"),
     "a number": (7, "prompt of shape [], expected a list"),
     "None": (None, "prompt of shape [], expected a list"),
     "floats": ([1.0, 2.0], "prompt of dtype float64, expected whole numbers"),
@@ -819,10 +822,22 @@ def test_missing_or_broken_tokenizer_is_named_before_the_work(tmp_path: Path) ->
     with pytest.raises(ValueError, match=r"tokenizer.json is not a tokenizer: "):
         Engine.load(path).generate("a")
     (tmp_path / "tokenizer.json").unlink()
-    tokens: list[int] = []
     with pytest.raises(FileNotFoundError, match=r"names the tokenizer tokenizer.json, which is not beside it"):
-        Engine.load(path).generate([1, 2], on_token=tokens.append)
-    assert not tokens
+        Engine.load(path).generate("a")
+    answer = Engine.load(path).generate([1, 2], max_new_tokens=2)
+    assert len(answer.tokens) == 2 and answer.text is None
+
+
+def test_weights_that_a_gpu_has_no_memory_for_are_named(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = Engine(engine.bundle, None, engine.capacity, engine.device._replace(name="cuda"))
+    monkeypatch.setattr(Device, "description", lambda device: "GPU 0")
+    monkeypatch.setattr(Device, "running", lambda device: nullcontext())
+    monkeypatch.setattr(Device, "bytes_free", lambda device: engine.bundle.nbytes - 1)
+    monkeypatch.setattr(engine.model, "preload", lambda progress: None)
+    with pytest.raises(ValueError, match=r"\.kdtr: weights of \S+ GB, more than the \S+ GB that are free on GPU 0$"):
+        engine.preload()
+    monkeypatch.setattr(Device, "bytes_free", lambda device: engine.bundle.nbytes)
+    engine.preload()
 
 
 # ---- lazy ------------------------------------------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 import re
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -9,7 +10,7 @@ from builders import Built, build, build_drafter_beside, tiny_config
 from helpers import assert_same_bits
 from ml_dtypes import bfloat16
 
-from kdtree_nb import golden
+from kdtree_nb import golden, verify
 from kdtree_nb.engine import DFlash, Engine, Oracle
 from kdtree_nb.engine import model as engine_model
 from kdtree_nb.engine import weights as engine_weights
@@ -346,6 +347,23 @@ def write_coarsely(*inputs):
     queries, rows = mla_inputs(*inputs), inputs[-1]
     rows[...] = coarse(rows, 5).astype(rows.dtype)
     return queries
+
+
+def test_a_short_text_hides_no_long_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All 3 tokens of one are near, 4 of the other's 24."""
+    specified = np.random.default_rng(0).standard_normal((40, 67)).astype(np.float32)
+    monkeypatch.setattr(
+        verify, "forward", lambda weights, config, text: specified[: len(text)] * (1 + 1e-3 * len(weights))
+    )
+    engine = SimpleNamespace(config=None, bundle=SimpleNamespace(weights=dict))
+    monkeypatch.setattr(verify, "nudged", lambda weights: {"": None})
+    prompt, cases, runs = np.zeros(1, np.int32), [], []
+    for length, near in ((3, 3), (24, 4)):
+        cases.append(GoldenCase(prompt, np.zeros(length, np.int32), specified[:length]))
+        off = np.where(np.arange(length) < near, 0, 1).astype(np.float32)[:, None]
+        runs.append(SimpleNamespace(tokens=[0] * length, logits=specified[:length] + off))
+    check = check_ar_bf16(engine, cases, runs)  # type: ignore[arg-type]
+    assert check.detail.startswith("near=4/24 ") and not check.passed
 
 
 UNSEEN_BY_THE_TOLERANCE = {

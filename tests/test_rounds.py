@@ -127,7 +127,7 @@ def test_a_recorded_prompt_is_the_prompt(tmp_path: Path, monkeypatch: pytest.Mon
             texts = [decode(of, prompt, 5, "ddtree", Budget(3), Sampling()).tokens for of in (recorded, plain)]
             assert texts[0] == texts[1]
             chunks += 2 * min(-(-(length - 1) // 64), 3)  # a fourth would end behind the last position
-    graph = recorded._graphs["prompt"]
+    graph = recorded._graphs[("prompt",)]
     assert isinstance(graph, Recorded)
     assert graph.launches == chunks - 1
 
@@ -162,6 +162,20 @@ def test_recorded_rounds_are_bounded_by_their_bytes(on_a_gpu: Engine, monkeypatc
             text_of(on_a_gpu, drafting, "ddtree", Budget(budget), 0, Sampling())
             assert sum(graph is not None for graph in drafting._graphs.values()) <= 6 + 3  # those of one text
     assert Recorded.made > 12
+
+
+@pytest.mark.parametrize(("decoder", "nodes"), [("ar", 0), ("ddtree", 0), ("ddtree", 3)])
+def test_a_text_of_the_kind_before_records_nothing(
+    on_a_gpu: Engine, monkeypatch: pytest.MonkeyPatch, decoder: str, nodes: int
+) -> None:
+    """However few bytes recorded rounds may hold."""
+    monkeypatch.setattr(rounds, "GRAPH_BYTES", 0)
+    with emulated():
+        of, made = Rounds(on_a_gpu.model, NO_DRAFTER if decoder == "ar" else on_a_gpu.drafter, 100), []
+        for seed in range(4):
+            text_of(on_a_gpu, of, decoder, Budget(nodes), seed, Sampling())
+            made.append(Recorded.made)
+    assert made[1] == made[2] == made[3] > 0
 
 
 @pytest.mark.parametrize("budget", [0, 3])
@@ -356,6 +370,7 @@ def test_a_pass_has_the_size_that_pays_on_average(on_a_gpu: Engine) -> None:
         for nodes in paid:
             assert of.read(Outcome(tree, tree.scores, lambda nodes=nodes: np.array([65, nodes, 1, 7, 0]))) == (
                 65,
+                nodes,
                 [7],
                 [0],
             )

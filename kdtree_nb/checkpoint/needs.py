@@ -48,7 +48,10 @@ def needs(config: ModelConfig, stored: Mapping[str, Entry]) -> Needs:
 def describe_needs(config: ModelConfig, stored: Mapping[str, Entry]) -> Iterable[str]:
     """Lines for a reader: memory needed, how many GPUs hold it, and whether this machine does."""
     needed = needs(config, stored)
-    yield f"GPU memory: {_gb(needed.gpu)} of weights + {_gb(needed.cache)} of latent cache for {CONTEXT:,} tokens"
+    yield (
+        f"GPU memory: {_gb(needed.gpu)} of weights + {_gb(needed.cache)} of latent cache for {CONTEXT:,} tokens, "
+        "computing in float32"
+    )
     yield "GPUs that hold it: " + ", ".join(f"{needed.gpus(size)} × {size} GB" for size in GPU_SIZES)
     yield f"CPU memory: up to {_gb(needed.cpu + needed.cache)}, everything in float32"
     for what, available, wanted in (

@@ -107,9 +107,9 @@ def decode(
             last = sure + 1 == limit  # there is nothing to be drafted
             running.append(rounds.run("ar" if last else decoder, budget, committed))
         outcome = running.popleft()
-        nodes, new_tokens, path = rounds.read(outcome)
+        nodes, paying, new_tokens, path = rounds.read(outcome)
         if on_round:
-            on_round(on_host(outcome.tree, device, nodes), path)
+            on_round(on_host(outcome.tree, device, nodes, paying), path)
         if keep_logits:
             kept.extend(device.host(outcome.logits)[path])
         for token in new_tokens:
@@ -129,8 +129,8 @@ def decode(
     return generation
 
 
-def on_host(tree: DraftTree, device: Device, nodes: int) -> DraftTree:
+def on_host(tree: DraftTree, device: Device, nodes: int, paying: int) -> DraftTree:
     """A tree's nodes in NumPy arrays."""
     host = device.host
     columns = host(tree.tokens), host(tree.parents), host(tree.depths), host(tree.scores)
-    return DraftTree(*columns, num_nodes=nodes, paying=nodes).first(nodes)
+    return DraftTree(*columns, nodes, paying).first(nodes)

@@ -1,6 +1,7 @@
 """Where arrays live, and how they get there."""
 
 import functools
+import math
 import platform
 import weakref
 from collections.abc import Callable
@@ -101,6 +102,12 @@ class Device(NamedTuple):
         if array.dtype == np.uint16:
             return (array.astype(np.uint32) << 16).view(np.float32)
         return array.astype(np.float32, copy=False)
+
+    def bytes_free(self) -> float:
+        """Bytes that a GPU has for new arrays; on a CPU the system's own affair, so infinitely many."""
+        if self.xp is np:
+            return math.inf
+        return int(self.xp.cuda.Device().mem_info[0] + self.xp.get_default_memory_pool().free_bytes())
 
     def bytes_held(self) -> int:
         """Bytes that live arrays and recorded graphs hold on a GPU; 0 on a CPU."""

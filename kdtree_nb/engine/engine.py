@@ -116,9 +116,20 @@ class Engine:
         ----------
         progress : callable, optional
             Called with the bytes sent so far and the bytes of all.
+
+        Raises
+        ------
+        ValueError
+            If the GPU has less memory free than the bundle takes.
         """
         if self.device.name == "cuda":
             with self.device.running():
+                needed, free = self.bundle.nbytes, self.device.bytes_free()
+                if needed > free:
+                    raise ValueError(
+                        f"{self.bundle.path}: weights of {needed / 1e9:,.1f} GB, more than the {free / 1e9:,.1f} GB "
+                        f"that are free on {self.device.description()}"
+                    )
                 self.model.preload(progress)
 
     @property
@@ -129,7 +140,10 @@ class Engine:
 
             path = self.bundle.path.parent / self.bundle.tokenizer
             if not path.is_file():
-                raise FileNotFoundError(f"{self.bundle.path} names the tokenizer {path.name}, which is not beside it")
+                raise FileNotFoundError(
+                    f"{self.bundle.path} names the tokenizer {path.name}, which is not beside it: "
+                    "without it, give the prompt as token ids (--token-ids)"
+                )
             try:
                 self._tokenizer = Tokenizer.from_file(str(path))
             except Exception as error:  # the library raises no narrower class
@@ -160,8 +174,8 @@ class Engine:
         decoder : {"ar", "chain", "ddtree"}
             Plain decoding, a drafted chain, or a draft tree. All give the same tokens.
         node_budget : int or "auto"
-            Drafted nodes a round, B; the root is not counted, so a pass has up to B + 1 rows. ``auto`` drafts as
-            many as pay in expected tokens per second, by what rounds cost here: :func:`round_costs`.
+            Drafted nodes a round, B; the root is not counted, so a pass has up to B + 1 rows. ``auto`` drafts
+            about as many as pay in expected tokens per second, by what rounds cost here: :func:`round_costs`.
         temperature : float
             0 takes the most probable token, lowest id first; above it, samples from softmax(logits / temperature).
         seed : int
@@ -186,7 +200,7 @@ class Engine:
         """
         sampling = Sampling(temperature, seed, top_k, top_p)
         check_options(decoder, node_budget, max_new_tokens, sampling)
-        token_ids, tokenizer = self.token_ids(prompt), self.tokenizer
+        token_ids, tokenizer = self.token_ids(prompt), self._tokenizer_for(prompt)
         with self.device.running():
             if decoder == "ar":
                 drafter, budget = NO_DRAFTER, Budget(0)
@@ -203,6 +217,12 @@ class Engine:
         if tokenizer is not None:
             generation.text = tokenizer.decode(generation.tokens)
         return generation
+
+    def _tokenizer_for(self, prompt: object) -> "Tokenizer | None":
+        """What makes a text of the answer, where it is there; a prompt that is a text cannot do without."""
+        named = self.bundle.tokenizer
+        there = named is not None and (self.bundle.path.parent / named).is_file()
+        return self.tokenizer if there or isinstance(prompt, str) else None
 
     def release(self) -> None:
         """Free the caches and recorded rounds that are kept for the next text, which then makes its own."""
@@ -243,7 +263,11 @@ class Engine:
                 raise ValueError(f"{self.bundle.path} names no tokenizer: give the prompt as token ids (--token-ids)")
             require(not _SURROGATE.search(prompt), f"prompt {prompt[:40]!r} with lone surrogates", "Unicode text")
             prompt = self.tokenizer.encode(prompt).ids
-        token_ids = np.asarray(prompt)
+        try:
+            token_ids = np.asarray(prompt)
+        except ValueError:  # lists of different lengths
+            token_ids = np.empty((0, 0))
+            require(False, f"prompt {str(prompt)[:40]}", "a list of tokens")
         require(token_ids.size > 0, "an empty prompt", "1 token or more")
         listed = token_ids.ndim == 1
         require(listed, f"prompt of shape {list(token_ids.shape)}", "a list of tokens")

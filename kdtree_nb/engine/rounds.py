@@ -5,7 +5,6 @@ chosen, lies in buffers beside the cache; what changes is brought up to date by 
 has nothing to say in between: it launches, and reads what was committed afterwards.
 """
 
-import dataclasses
 import math
 from collections.abc import Callable, Hashable
 from typing import Any, NamedTuple, TypeVar
@@ -33,6 +32,8 @@ GRAPH_BYTES = 2**31
 """Of device memory that recorded rounds may hold before others are recorded: with more, they are forgotten."""
 UNRECORDED = 2
 """Rounds of a kind before all of them is recorded: a draft is in the second, a pass only behind a recorded draft."""
+ALONE = ("alone",)
+"""The kind of a round that drafts nothing."""
 T = TypeVar("T")
 
 
@@ -62,7 +63,7 @@ class Outcome(NamedTuple):
 class Report(NamedTuple):
     """What the host is told of a round.
 
-    nodes : int
+    nodes, paying : int
         Of its tree, the root included.
     tokens : list of int
         It committed.
@@ -71,6 +72,7 @@ class Report(NamedTuple):
     """
 
     nodes: int
+    paying: int
     tokens: list[int]
     path: np.ndarray
 
@@ -110,7 +112,7 @@ class Rounds:
         self._alone = DraftTree(*columns, num_nodes=1, paying=1)
         self._mailbox = Mailbox(self.device, 3 + 2 * (1 + MAX_BUDGET))
         self._paid = 0.0
-        self._graphs: dict[Hashable, Graph | None] = {}  # None: has run once
+        self._graphs: dict[tuple[Hashable, ...], Graph | None] = {}  # None: has run once
         self._places: dict[int, tuple[Array, ...]] = {}  # by rows: where a tree lies that was drafted on the host
 
     def begin(self, prompt: np.ndarray, limit: int, sampling: Sampling) -> None:
@@ -130,7 +132,7 @@ class Rounds:
             if self.unattended(False) and start + PREFILL_ROWS <= room:
                 for place, column in zip(self._chunk, chunk_columns(chunk, PREFILL_ROWS), strict=True):
                     place[:] = self.device.put(column)
-                self._do("prompt", True, self._commit_chunk)
+                self._do(("prompt",), True, self._commit_chunk)
             else:
                 prefill(self.model, self.cache, chunk, self.drafter)
 
@@ -143,7 +145,8 @@ class Rounds:
         To be called before a text begins, which overwrites what these rounds leave behind. Where recorded rounds hold
         more than ``GRAPH_BYTES``, and those of this text are not among them, they are forgotten first.
         """
-        if self._graphs.get(_draft_key(decoder, budget)):
+        key = _key(decoder, budget)
+        if any(graph and (what == key or what[:2] == ("verify", key)) for what, graph in self._graphs.items()):
             return
         if sum(graph.nbytes for graph in self._graphs.values() if graph) > GRAPH_BYTES:
             self.device.host(self.left)  # a round that nobody read may be running
@@ -180,9 +183,10 @@ class Rounds:
         ValueError
             If the drafter proposes what are no log-probabilities, or no tokens of the target.
         """
-        drafts = decoder != "ar" and budget.nodes > 0
+        key = _key(decoder, budget)
+        drafts = key is not ALONE
         fixed = self.unattended(drafts)
-        tree, max_path, key = self._alone, 1, _draft_key(decoder, budget) if drafts else "alone"
+        tree, max_path = self._alone, 1
         if drafts:
             tree, max_path = self._do(key, fixed, self._draft, decoder, budget, committed)
             tree = self._cut(tree, budget, fixed)
@@ -200,9 +204,10 @@ class Rounds:
         nodes, paying, length = numbers[:3].tolist()
         tokens, path = numbers[3:].reshape(2, -1)[:, :length]
         self._paid = math.sqrt((self._paid or paying) * paying)
-        return Report(min(nodes, len(outcome.tree.tokens)), tokens.tolist(), path)
+        rows = len(outcome.tree.tokens)
+        return Report(min(nodes, rows), min(paying, rows), tokens.tolist(), path)
 
-    def _do(self, key: Hashable, fixed: bool, step: Callable[..., T], *arguments: Any) -> T:
+    def _do(self, key: tuple[Hashable, ...], fixed: bool, step: Callable[..., T], *arguments: Any) -> T:
         """Run a step; what is fixed is recorded at the second time and launched from then on."""
         if not fixed:
             return step(*arguments)
@@ -243,9 +248,9 @@ class Rounds:
             size = self._paid or FIRST_PASS
             rows = min(PASSES, key=lambda rows: max(rows / size, size / rows))
         else:
-            nodes = int(self.device.host(tree.paying)[0])
-            rows = next(rows for rows in PASSES if rows >= nodes)
-        return dataclasses.replace(tree.first(rows), num_nodes=tree.num_nodes, paying=tree.paying)
+            paying = int(self.device.host(tree.paying)[0])
+            rows = next(rows for rows in PASSES if rows >= paying) if self.device.name == "cuda" else paying
+        return tree.first(rows)
 
     def _placed(self, tree: DraftTree) -> DraftTree:
         """A tree that the host has drafted, where the recorded pass of its size looks for it."""
@@ -324,6 +329,7 @@ def checked(proposal: Proposal, vocab_size: int) -> Proposal:
     return Proposal(log_probs, np.where(possible, token_ids, 0).astype(np.int32), children)
 
 
-def _draft_key(decoder: str, budget: Budget) -> Hashable:
+def _key(decoder: str, budget: Budget) -> tuple[Hashable, ...]:
     """Of what a recorded draft depends on."""
-    return decoder, budget.nodes, budget.costs is None, budget.gain
+    drafts = decoder != "ar" and budget.nodes > 0
+    return (decoder, budget.nodes, budget.costs is None, budget.gain) if drafts else ALONE

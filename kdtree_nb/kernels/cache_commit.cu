@@ -7,7 +7,7 @@
 
 #include "turn.cuh"
 
-extern "C" __global__ void cache_commit(VALUE* __restrict__ cache,           // [layers, capacity, features]
+extern "C" __global__ void cache_commit(VALUE* cache,                        // [layers, capacity, features]
                                         const int* prefix_len,               // [1]
                                         const int* path,                     // [max_path]
                                         const int* length,                   // [1]

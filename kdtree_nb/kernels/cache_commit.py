@@ -21,6 +21,11 @@ def cache_commit(cache: Array, prefix_len: Array, path: Array, length: Array) ->
         Ascending.
     length : int32 [1]
         How many entries of the path count.
+
+    Raises
+    ------
+    ValueError, TypeError
+        If shapes or dtypes do not fit; the message names them.
     """
     if cache.ndim != 3:
         raise ValueError(f"cache_commit: cache {list(cache.shape)}, expected [layers, capacity, features]")

@@ -10,7 +10,7 @@ extern "C" __global__ void close_round(const int* path,         // [max_path] ac
                                        const int* num_nodes,    // [1] of the tree, or null: nodes
                                        const int* paying,       // [1] the first of them, or null: first
                                        int* __restrict__ root,    // [1]
-                                       int* __restrict__ left,    // [1], less the committed
+                                       int* left,                 // [1], less the committed
                                        int* __restrict__ report,  // [3 + 2 · max_path]: nodes, paying, length, then
                                                                   // committed and path
                                        int nodes, int first, int max_path)

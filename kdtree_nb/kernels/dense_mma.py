@@ -90,7 +90,8 @@ def dense_mma(x: Array, weight: Array, out: Array | None = None) -> Array:
         return out
     if x.size and any(stride % (VECTOR * x.itemsize) for stride in x.strides[:-1]):
         raise ValueError(f"dense_mma: the rows of x are not multiples of {VECTOR} elements apart (strides {x.strides})")
-    return launch(x, weight, geometry_of(x.shape[-2], weight.shape), out)
+    geometry = geometry_of(x.shape[-2], weight.shape).within(processor_of(x).shared_bytes)
+    return launch(x, weight, geometry, out)
 
 
 def launch(x: Array, weight: Array, geometry: Geometry, out: Array | None = None) -> Array:

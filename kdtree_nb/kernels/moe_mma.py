@@ -47,7 +47,7 @@ GATE_UP = Plan(4, {inf: (4, ROWS, 4)})
 DOWN = Plan(4, {inf: (4, ROWS, 3)})
 """By tokens, the fastest for Kimi K2's experts on an H200 of what was tried (``golden/measurements/NOTES.md``)."""
 FEW = (2, ROWS, 4)
-"""Where a plan makes less than ``FEW_BLOCKS`` of threads: blocks of fewer tiles, with more of each under way."""
+"""Where a plan makes less than ``FEW_BLOCKS`` of threads: blocks of fewer tiles, so that there are more of them."""
 FEW_BLOCKS = 400
 
 

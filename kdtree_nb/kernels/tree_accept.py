@@ -35,6 +35,11 @@ def tree_accept(tokens: Array, parents: Array, targets: Array, max_path: int) ->
         ``targets`` are the target's argmax or its samples.
     max_path : int
         Nodes on the longest path, the root included.
+
+    Raises
+    ------
+    ValueError, TypeError
+        If shapes or dtypes do not fit, or for a path without a root; the message names them.
     """
     if not tokens.shape == parents.shape == targets.shape == (tokens.size,) or not tokens.size:
         raise ValueError(

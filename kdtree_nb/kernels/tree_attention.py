@@ -62,6 +62,11 @@ def tree_attention(
     Returns
     -------
     float32 [N, heads, kv_lora]
+
+    Raises
+    ------
+    ValueError, TypeError
+        If shapes or dtypes do not fit; the message names them.
     """
     check_shapes("tree_attention", queries, cache, parents, depths)
     if not runs_cuda(queries):

@@ -51,6 +51,11 @@ def tree_build(
     -------
     DraftTree
         On a GPU ``num_nodes`` and ``paying`` are arrays, int32 [1]: the host does not know them.
+
+    Raises
+    ------
+    ValueError, TypeError
+        If shapes, dtypes or the budget do not fit; the message names them.
     """
     if not runs_cuda(log_probs):
         log_probs = reference.cut(log_probs, len(log_probs) if left is None else int(left[0]) - 1, chain)

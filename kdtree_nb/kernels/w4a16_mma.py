@@ -1,7 +1,7 @@
 """A product of bfloat16 activations with an INT4 weight on tensor cores; the weight is re-ordered once, at load."""
 
 from math import inf, prod
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 import numpy as np
 from ml_dtypes import bfloat16
@@ -59,6 +59,20 @@ class Geometry(NamedTuple):
     def defines(self) -> dict[str, int]:
         """As the source names them."""
         return {name.upper(): value for name, value in self._asdict().items()}
+
+    def within(self, shared_bytes: int) -> Self:
+        """Where a block has less: fewer stages, then rows, then tiles, but the same parts, and so the same bits."""
+        if self.shared_bytes <= shared_bytes:
+            return self
+        if self.stages > 2:
+            smaller = self._replace(stages=self.stages - 1)
+        elif self.rows > 8:
+            smaller = self._replace(rows=self.rows // 16 * 8)
+        elif self.tiles > 1:
+            smaller = self._replace(tiles=self.tiles // 2)
+        else:
+            return self
+        return smaller.within(shared_bytes)
 
 
 class Plan(NamedTuple):
@@ -166,7 +180,7 @@ def w4a16_mma(x: Array, weight: TiledWeight) -> Array:
     check_bfloat16("w4a16_mma", x=x)
     if not runs_cuda(x):
         return linear.linear(x.view(bfloat16).astype(np.float32), linear.tile(untile_weight(weight).dequantized))
-    return launch(x, weight, geometry_of(len(x), *weight.shape))
+    return launch(x, weight, geometry_of(len(x), *weight.shape).within(processor_of(x).shared_bytes))
 
 
 def launch(x: Array, weight: TiledWeight, geometry: Geometry) -> Array:

@@ -37,10 +37,11 @@ class DraftTree:
     num_nodes: int | np.ndarray
     paying: int | np.ndarray
 
-    def first(self, nodes: int) -> "DraftTree":
-        """The tree's first nodes, without padding."""
+    def first(self, rows: int) -> "DraftTree":
+        """The tree's first rows; counts that only a GPU knows stay as they are, of the whole tree."""
         tokens, parents, depths, scores = self.tokens, self.parents, self.depths, self.scores
-        return DraftTree(tokens[:nodes], parents[:nodes], depths[:nodes], scores[:nodes], nodes, nodes)
+        nodes, paying = (min(n, rows) if isinstance(n, int) else n for n in (self.num_nodes, self.paying))
+        return DraftTree(tokens[:rows], parents[:rows], depths[:rows], scores[:rows], nodes, paying)
 
     def _repr_svg_(self) -> str | None:
         """The tree drawn, as notebooks show it; a tree on a GPU is shown as text."""

@@ -11,7 +11,9 @@ from kdtree_nb.kernels import dense_mma as module
 from kdtree_nb.kernels.dense_mma import FEW, MANY, MIDDLE, SOME, Geometry, dense_mma, geometry_of, launch
 from kdtree_nb.kernels.gemm import spread
 from kdtree_nb.kernels.gpu import Processor
+from kdtree_nb.kernels.launch import MAX_SHARED_BYTES
 
+from .processors import PROCESSORS
 from .products import EPSILON, assert_row_invariant
 
 SHAPES = [
@@ -162,10 +164,25 @@ def test_parts_follow_from_the_weight_alone(weight, parts):
     assert {geometry.parts for geometry in geometries} == {parts}
 
 
-def test_every_geometry_has_its_shared_memory():
+@pytest.mark.parametrize("processor", PROCESSORS.values(), ids=PROCESSORS)
+def test_every_geometry_has_its_shared_memory(processor):
     for plan in (FEW, SOME, MIDDLE, MANY):
         for cut in plan.geometries.values():
-            assert Geometry(plan.parts, *cut).shared_bytes <= 227 * 1024
+            wanted = Geometry(plan.parts, *cut)
+            taken = wanted.within(processor.shared_bytes)
+            assert taken.shared_bytes <= processor.shared_bytes and taken.parts == wanted.parts
+            assert taken == wanted or processor.shared_bytes < MAX_SHARED_BYTES
+
+
+def test_a_smaller_block_changes_no_bit(device):
+    rng = np.random.default_rng(4)
+    weight, x = device.put(random(rng, 150, 1128)), device.put(random(rng, 75, 1128))
+    wanted = Geometry(4, 4, 72, 3)
+    expected = device.host(launch(x, weight, wanted))
+    cuts = {wanted.within(kilobytes * 1024) for kilobytes in (163, 99, 48, 24)}
+    assert len(cuts) == 4
+    for smaller in cuts:
+        assert_same_bits(device.host(launch(x, weight, smaller)), expected)
 
 
 def test_the_order_depends_on_the_parts(device):

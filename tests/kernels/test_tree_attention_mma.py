@@ -10,8 +10,7 @@ from ml_dtypes import bfloat16
 
 from kdtree_nb.config.model import MAX_KV_LORA
 from kdtree_nb.kernels import tree_attention_mma as module
-from kdtree_nb.kernels.gpu import Processor
-from kdtree_nb.kernels.launch import MAX_SHARED_BYTES, processor_of
+from kdtree_nb.kernels.launch import processor_of
 from kdtree_nb.kernels.tree_attention_mma import (
     HOPPER,
     MAX_PATH,
@@ -23,6 +22,7 @@ from kdtree_nb.kernels.tree_attention_mma import (
     tree_attention_mma,
 )
 
+from .processors import PROCESSORS
 from .products import EPSILON
 from .test_tree_attention import depths_of, random_tree
 
@@ -383,14 +383,6 @@ def test_numpy_arrays_take_the_specification():
 def test_the_source_names_the_same_sizes(kernel, name, value):
     (found,) = re.findall(rf"constexpr int {name} = (\d+)", kernel.source.text)
     assert int(found) == value
-
-
-PROCESSORS = {
-    "A100": Processor("80", 163 * 1024),
-    "H200": Processor("90", 227 * 1024),
-    "RTX 5090": Processor("120", 99 * 1024),
-    "none": Processor("", MAX_SHARED_BYTES),
-}
 
 
 @pytest.fixture

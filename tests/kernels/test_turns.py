@@ -27,6 +27,8 @@ CONSTANT = {
 }
 """Parameters that no kernel of a round writes."""
 ENTRY = re.compile(r"\.visible \.entry (\w+)\((.*?)^\}", re.DOTALL | re.MULTILINE)
+ANYWHERE = re.compile(r"(?:@!?%p\d+ )?(?:ld|st|atom|red)\.(?!.*\b(?:param|shared|local|const)\b)")
+"""An access whose address space the compiler has not found out."""
 ADDRESS = re.compile(r"\[(%rd\d+)[+\-\d]*\]")
 CASES = [pytest.param(file, d, id=f"{file}-{'-'.join(d.values())}") for file, every in VARIANTS.items() for d in every]
 
@@ -43,7 +45,7 @@ def accesses(body: str, kernel: str) -> Iterator[tuple[bool, str, set[int]]]:
             rf"ld\.param\.[bu]64 (%rd\d+), \[{kernel}_param_(\d+)\]", re.sub(r"\s+", " ", words)
         ):
             made_of[parameter[1]] = {int(parameter[2])}
-        elif re.search(r"(ld|st|atom|red|cp\.async|prefetch)\b.*\bglobal\b", words):
+        elif re.search(r"(ld|st|atom|red|cp\.async|prefetch)\b.*\bglobal\b", words) or re.match(ANYWHERE, words):
             yield early, words, set().union(*(made_of.get(register, set()) for register in ADDRESS.findall(words)))
         elif len(registers := re.findall(r"%rd\d+", words)) > 1:
             of = set().union(*(made_of.get(register, set()) for register in registers[1:]))

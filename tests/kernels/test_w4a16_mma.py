@@ -8,6 +8,7 @@ from helpers import assert_same_bits
 from ml_dtypes import bfloat16
 
 from kdtree_nb.kernels import w4a16_mma as module
+from kdtree_nb.kernels.launch import MAX_SHARED_BYTES
 from kdtree_nb.kernels.w4a16_gemm import w4a16_gemm
 from kdtree_nb.kernels.w4a16_mma import (
     Geometry,
@@ -21,6 +22,7 @@ from kdtree_nb.kernels.w4a16_mma import (
 )
 from kdtree_nb.quantization import QuantizedWeight, pack
 
+from .processors import PROCESSORS
 from .products import EPSILON, assert_row_invariant, mma_roundings, random_int4
 
 SHAPES = [
@@ -122,7 +124,9 @@ def test_no_geometry_changes_a_bit(device, parts):
 def test_parts_follow_from_the_weight_alone(out_features, in_features):
     geometries = [geometry_of(rows, out_features, in_features) for rows in range(1, 200)]
     assert {geometry.parts for geometry in geometries} == {plan_of(out_features, in_features).parts}
-    assert all(geometry.shared_bytes <= 227 * 1024 for geometry in geometries)
+    for processor in PROCESSORS.values():
+        assert all(g.within(processor.shared_bytes).shared_bytes <= processor.shared_bytes for g in geometries)
+    assert all(geometry.within(MAX_SHARED_BYTES) == geometry for geometry in geometries)
 
 
 def test_the_order_depends_on_the_parts(device):

@@ -8,7 +8,7 @@
 // Rule      Until its turn a kernel reads nothing that a kernel of the recording writes, and writes nothing: weights
 //           alone. Each kernel waits for its turn, so that when one has it, all that came before have ended.
 //           What is const and __restrict__ does not change while the kernel runs: the compiler may read it before the
-//           wait, and does. So weights and tables have __restrict__, and nothing else that is const.
+//           wait, and does. So weights and tables have __restrict__, and nothing else that is read.
 #pragma once
 
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
